@@ -1,0 +1,1 @@
+"""Wiring: configuration, the command line, start, reload and drain."""

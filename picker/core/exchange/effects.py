@@ -1,0 +1,141 @@
+"""What an exchange wants done, as values: answers to Envoy, a decision, something to learn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+
+from msgspec import Struct
+
+from picker.core.exchange.events import BodyMode
+
+
+class Side(StrEnum):
+    """Which half of the HTTP exchange an answer belongs to."""
+
+    REQUEST = "request"
+    RESPONSE = "response"
+
+
+class HeadersReply(Struct, frozen=True, gc=False):
+    """Answers a headers message. `set_headers` overwrites; `destination` also goes out as dynamic metadata."""
+
+    side: Side
+    set_headers: tuple[tuple[str, bytes], ...] = ()
+    remove_headers: tuple[str, ...] = ()
+    destination: str | None = None
+
+
+class BodyReply(Struct, frozen=True, gc=False):
+    """Answers a body message in every mode but full duplex; the body passes unchanged."""
+
+    side: Side
+    set_headers: tuple[tuple[str, bytes], ...] = ()
+    remove_headers: tuple[str, ...] = ()
+    destination: str | None = None
+
+
+class StreamedBody(Struct, frozen=True, gc=False):
+    """Sends a piece of body onwards in full duplex, where every byte has to come back from us."""
+
+    side: Side
+    data: bytes
+    end_of_stream: bool
+
+
+class TrailersReply(Struct, frozen=True, gc=False):
+    """Answers a trailers message; the trailers pass unchanged."""
+
+    side: Side
+
+
+class Immediate(Struct, frozen=True, gc=False):
+    """Answers the client in the endpoint's place; Envoy then ends the stream."""
+
+    status: int
+    body: bytes
+    headers: tuple[tuple[str, bytes], ...] = ()
+    details: str = ""
+
+
+class BodyState(StrEnum):
+    """How much of the request body a decision can use."""
+
+    COMPLETE = "complete"
+    NONE = "no_body"
+    """The request has none (GET) or Envoy does not send it."""
+    STREAMED = "body_mode_streamed"
+    """Envoy sends it only after the destination is fixed."""
+    TRUNCATED = "body_truncated"
+    """Only the beginning came: BUFFERED_PARTIAL past Envoy's limit, or more than `max_body_bytes`."""
+
+
+class Decide(Struct, frozen=True, gc=False):
+    """Choose a destination, then call `Exchange.decided`. Emitted at most once for each stream."""
+
+    headers: Mapping[str, bytes]
+    body: bytes
+    body_state: BodyState
+    body_mode: BodyMode | None
+    subset: tuple[str, ...] | None
+
+
+class LearnedOn(StrEnum):
+    """Which signal ended the request."""
+
+    RESPONSE_TRAILERS = "response_trailers"
+    RESPONSE_BODY = "response_body"
+    STREAM_END = "stream_end"
+
+
+class Finish(Struct, frozen=True, gc=False):
+    """The routed request is over. Emitted exactly once after a routed `Decide`, whatever happens.
+
+    `success` is true only after a 2xx status; then the endpoint that served holds the prompt.
+    """
+
+    success: bool
+    learned_on: LearnedOn
+    status: int | None
+    served: str | None
+
+
+class Anomaly(StrEnum):
+    """Something a well-behaved Envoy does not do, or a configuration that cannot work; counted by this name."""
+
+    STREAMED_REQUEST_BODY = "streamed_request_body"
+    DUPLICATE_END_OF_STREAM = "duplicate_end_of_stream"
+    UNEXPECTED_MESSAGE = "unexpected_message"
+    MODE_UNKNOWN = "mode_unknown"
+    BODY_TOO_LARGE = "body_too_large"
+    CONTROL_HEADER = "control_header_from_client"
+
+
+class Report(Struct, frozen=True, gc=False):
+    """Count this, and say it in the log at a bounded rate."""
+
+    anomaly: Anomaly
+
+
+class Arm(Struct, frozen=True, gc=False):
+    """Feed `TimerFired` after `seconds` unless the stream ended before."""
+
+    seconds: float
+
+
+class Close(Struct, frozen=True, gc=False):
+    """End the ext_proc stream with status OK; Envoy goes on without us."""
+
+
+Effect = (
+    HeadersReply
+    | BodyReply
+    | StreamedBody
+    | TrailersReply
+    | Immediate
+    | Decide
+    | Finish
+    | Report
+    | Arm
+    | Close
+)

@@ -1,0 +1,1 @@
+"""Adapters between the core and the world, each thin and replaceable."""
