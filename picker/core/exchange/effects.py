@@ -127,15 +127,4 @@ class Close(Struct, frozen=True, gc=False):
     """End the ext_proc stream with status OK; Envoy goes on without us."""
 
 
-Effect = (
-    HeadersReply
-    | BodyReply
-    | StreamedBody
-    | TrailersReply
-    | Immediate
-    | Decide
-    | Finish
-    | Report
-    | Arm
-    | Close
-)
+Effect = HeadersReply | BodyReply | StreamedBody | TrailersReply | Immediate | Decide | Finish | Report | Arm | Close
