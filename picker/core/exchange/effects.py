@@ -18,7 +18,11 @@ class Side(StrEnum):
 
 
 class HeadersReply(Struct, frozen=True, gc=False):
-    """Answers a headers message. `set_headers` overwrites; `destination` also goes out as dynamic metadata."""
+    """Answers a headers message.
+
+    `set_headers` overwrites. `destination` becomes the destination header (overwriting the client's) and the same
+    dynamic metadata; it is never in `set_headers` or `remove_headers` too.
+    """
 
     side: Side
     set_headers: tuple[tuple[str, bytes], ...] = ()
@@ -27,7 +31,7 @@ class HeadersReply(Struct, frozen=True, gc=False):
 
 
 class BodyReply(Struct, frozen=True, gc=False):
-    """Answers a body message in every mode but full duplex; the body passes unchanged."""
+    """Answers a body message in every mode but full duplex; the body passes unchanged. Fields as in HeadersReply."""
 
     side: Side
     set_headers: tuple[tuple[str, bytes], ...] = ()
@@ -44,9 +48,13 @@ class StreamedBody(Struct, frozen=True, gc=False):
 
 
 class TrailersReply(Struct, frozen=True, gc=False):
-    """Answers a trailers message; the trailers pass unchanged."""
+    """Answers a trailers message; the trailers pass unchanged.
+
+    `destination` goes out as dynamic metadata only: this answer cannot change the request headers.
+    """
 
     side: Side
+    destination: str | None = None
 
 
 class Immediate(Struct, frozen=True, gc=False):
@@ -85,13 +93,15 @@ class LearnedOn(StrEnum):
 
     RESPONSE_TRAILERS = "response_trailers"
     RESPONSE_BODY = "response_body"
+    """The body's end_of_stream, or that of the response headers when there is no body."""
     STREAM_END = "stream_end"
 
 
 class Finish(Struct, frozen=True, gc=False):
     """The routed request is over. Emitted exactly once after a routed `Decide`, whatever happens.
 
-    `success` is true only after a 2xx status; then the endpoint that served holds the prompt.
+    `success` is true only after a 2xx status; then the endpoint that served holds the prompt. `learned_on` says what
+    proved it, and nothing when `success` is false.
     """
 
     success: bool

@@ -2,6 +2,9 @@
 
 Events describe the protocol after decoding: header names are lower case, values are bytes, and the
 endpoint facts that Envoy puts into metadata or attributes are already picked out of them.
+
+`protocol` is what Envoy says in the first message of the stream, whichever message that is; later messages and
+older Envoys leave it None.
 """
 
 from __future__ import annotations
@@ -33,7 +36,6 @@ class RequestHeaders(Struct, frozen=True, gc=False):
     """The client's request headers. Always the first message when Envoy sends request headers at all.
 
     `subset` is the subset hint: None when Envoy gave none, else the addresses it allows (maybe no address).
-    `protocol` is None when Envoy is too old to say its modes.
     """
 
     headers: Mapping[str, bytes]
@@ -48,6 +50,7 @@ class RequestBody(Struct, frozen=True, gc=False):
     data: bytes
     end_of_stream: bool = False
     subset: tuple[str, ...] | None = None
+    protocol: ProtocolConfig | None = None
 
 
 class RequestTrailers(Struct, frozen=True, gc=False):
@@ -64,6 +67,7 @@ class ResponseHeaders(Struct, frozen=True, gc=False):
     headers: Mapping[str, bytes]
     end_of_stream: bool = False
     served: str | None = None
+    protocol: ProtocolConfig | None = None
 
 
 class ResponseBody(Struct, frozen=True, gc=False):
@@ -72,6 +76,7 @@ class ResponseBody(Struct, frozen=True, gc=False):
     data: bytes
     end_of_stream: bool = False
     served: str | None = None
+    protocol: ProtocolConfig | None = None
 
 
 class ResponseTrailers(Struct, frozen=True, gc=False):

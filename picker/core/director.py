@@ -1,0 +1,114 @@
+"""What happens to one request: decided, counted while it lasts, learnt from when it is over.
+
+The director owns the mutable state of routing: endpoints, the scheduler in force, requests in flight. It does no
+I/O; clock and randomness come in with the calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from picker.core.endpoints import Endpoint, EndpointTable
+from picker.core.exchange.effects import BodyState, Decide, Finish
+from picker.core.headers import REQUEST_ID
+from picker.core.prompts import Prompt, Unused, parse
+from picker.core.scheduling.api import Learning, Request, Rng, Timer
+from picker.core.scheduling.decision import Decision
+from picker.core.scheduling.scheduler import Scheduler
+
+_UNUSED = {
+    BodyState.NONE: Unused.NO_BODY,
+    BodyState.STREAMED: Unused.BODY_MODE_STREAMED,
+    BodyState.TRUNCATED: Unused.BODY_TRUNCATED,
+}
+
+
+class Director:
+    """Decides requests and learns from their ends. Every `Ticket` handed out has to be finished, once."""
+
+    def __init__(self, scheduler: Scheduler, table: EndpointTable, *, fallbacks: int, rng: Rng, timer: Timer) -> None:
+        self.scheduler = scheduler
+        self.table = table
+        self.fallbacks = fallbacks
+        self._rng = rng
+        self._timer = timer
+        self.in_flight = 0
+
+    def decide(self, asked: Decide, fallbacks: int | None = None) -> Decision:
+        """Decide without any side effect. `fallbacks` limits those of the configuration."""
+        started = self._timer()
+        request = read_request(asked)
+        most = self.fallbacks if fallbacks is None else min(fallbacks, self.fallbacks)
+        return self.scheduler.decide(
+            request,
+            self.table,
+            subset=asked.subset,
+            fallbacks=most,
+            rng=self._rng,
+            timer=self._timer,
+            started=started,
+        )
+
+    def route(self, decision: Decision) -> Ticket:
+        """Make a routed decision count: one more in flight, its blocks visible to the next decision."""
+        slot = decision.slot
+        self.in_flight += 1
+        self.table.in_flight[slot] += 1
+        learnings = [match.picked(slot) for match in decision.matches.values()]
+        return Ticket(self, slot, self.table.generation[slot], learnings)
+
+    def replace_endpoints(self, endpoints: Iterable[Endpoint]) -> tuple[int, int]:
+        """Make these the endpoints; returns how many came and went. What went is forgotten everywhere."""
+        added, removed = self.table.replace(endpoints)
+        for slot in removed:
+            self.forget(slot)
+        return len(added), len(removed)
+
+    def forget(self, slot: int) -> None:
+        """Forget which prompts a slot holds: its endpoint is gone, or its engine restarted."""
+        for producer in self.scheduler.producers:
+            producer.forget(slot)
+
+
+class Ticket:
+    """One request on its way: a count in flight and what was learnt for the time being."""
+
+    __slots__ = ("_director", "_generation", "_learnings", "_slot")
+
+    def __init__(self, director: Director, slot: int, generation: int, learnings: Sequence[Learning]) -> None:
+        self._director = director
+        self._slot = slot
+        self._generation = generation
+        self._learnings = learnings
+
+    def finish(self, finish: Finish) -> None:
+        """The request is over: count it out, and keep or undo what was learnt.
+
+        What is kept belongs to the endpoint that served, wherever the pick went. An endpoint that is gone, or that
+        was never ours, learns nothing.
+        """
+        table = self._director.table
+        self._director.in_flight -= 1
+        alive = table.generation[self._slot] == self._generation
+        if alive:
+            table.in_flight[self._slot] -= 1
+        if not finish.success:
+            for learning in self._learnings:
+                learning.undo()
+            return
+        served = table.slot_of(finish.served) if finish.served else (self._slot if alive else None)
+        for learning in self._learnings:
+            learning.confirm(served)
+
+
+def read_request(asked: Decide) -> Request:
+    """Parse what was asked for into what a decision knows."""
+    headers = asked.headers
+    path = headers.get(":path", b"").decode("latin-1")
+    unused = _UNUSED.get(asked.body_state)
+    prompt = (
+        Prompt(unused=unused)
+        if unused
+        else parse(path, asked.body, content_encoding=headers.get("content-encoding", b""))
+    )
+    return Request(headers.get(REQUEST_ID, b"").decode("latin-1"), path, prompt)

@@ -1,0 +1,169 @@
+"""The endpoints that can be picked, and what is known of their load.
+
+Endpoints are interned to small integers, *slots*, so that a set of endpoints is an `int` bitmask and the load of
+all endpoints is a handful of arrays. A slot is free again once its endpoint is gone; `generation` tells whether a
+slot still means the endpoint it meant before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from msgspec import Struct
+
+Slots = np.ndarray[Any, np.dtype[np.intp]]
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+Integers = np.ndarray[Any, np.dtype[np.int64]]
+Flags = np.ndarray[Any, np.dtype[np.bool_]]
+
+
+class Endpoint(Struct, frozen=True):
+    """One model server that can be picked. `address` is "ip:port", IPv6 in brackets.
+
+    Two endpoints are the same when name, namespace and address are; labels, engine and model may change meanwhile.
+    """
+
+    name: str
+    address: str
+    namespace: str = "default"
+    engine: str = "vllm"
+    model: str = ""
+    labels: Mapping[str, str] = {}
+
+    @property
+    def identity(self) -> tuple[str, str, str]:
+        return (self.namespace, self.name, self.address)
+
+
+NOBODY = Endpoint(name="", address="")
+
+
+class EngineMetrics(Struct, frozen=True):
+    """What one scrape of an engine said; None where it said nothing.
+
+    `waiting` and `running` are requests, `kv_usage` is 0..1, `ttft` and `tpot` are the mean seconds to the first
+    and to each further token since the scrape before (0 when there was no traffic yet), `models` are the names the
+    engine serves, adapters included.
+    """
+
+    waiting: float | None = None
+    running: float | None = None
+    kv_usage: float | None = None
+    ttft: float | None = None
+    tpot: float | None = None
+    models: frozenset[str] | None = None
+
+
+class EndpointTable:
+    """All endpoints with their load, as arrays indexed by slot.
+
+    Load arrays hold NaN for what is unknown: never scraped, or not for `stale_seconds`. Only `in_flight` is our
+    own count, and always known.
+    """
+
+    def __init__(self, *, stale_seconds: float = 2.0) -> None:
+        self.stale_seconds = stale_seconds
+        self.endpoints: list[Endpoint] = []
+        """By slot; a free slot holds `NOBODY`."""
+        self.generation: list[int] = []
+        self.models: list[frozenset[str] | None] = []
+        self.in_flight: Integers = np.zeros(0, np.int64)
+        self.waiting: Floats = np.zeros(0)
+        self.running: Floats = np.zeros(0)
+        self.kv_usage: Floats = np.zeros(0)
+        self.ttft: Floats = np.zeros(0)
+        self.tpot: Floats = np.zeros(0)
+        self.observed_at: Floats = np.zeros(0)
+        self.slots: Slots = np.zeros(0, np.intp)
+        self.mask = 0
+        self._by_identity: dict[tuple[str, str, str], int] = {}
+        self._by_address: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_identity)
+
+    def slot_of(self, address: str) -> int | None:
+        """The slot of the endpoint with this address, if there is one."""
+        return self._by_address.get(address)
+
+    def replace(self, endpoints: Iterable[Endpoint]) -> tuple[list[int], list[int]]:
+        """Make these the endpoints; returns the slots of new ones and the slots that are free now.
+
+        An endpoint that stays keeps its slot and its counts. Of several endpoints with one address the first
+        counts, since requests could not tell them apart.
+        """
+        wanted: dict[tuple[str, str, str], Endpoint] = {}
+        addresses: set[str] = set()
+        for endpoint in endpoints:
+            if endpoint.address not in addresses:
+                addresses.add(endpoint.address)
+                wanted[endpoint.identity] = endpoint
+        removed = [slot for identity, slot in self._by_identity.items() if identity not in wanted]
+        for slot in removed:
+            self._remove(slot)
+        added: list[int] = []
+        for identity, endpoint in wanted.items():
+            if identity not in self._by_identity:
+                added.append(self._add(endpoint))
+            self.endpoints[self._by_identity[identity]] = endpoint
+        self.slots = np.array(sorted(self._by_identity.values()), np.intp)
+        self.mask = sum(1 << int(slot) for slot in self.slots)
+        return added, removed
+
+    def observe(self, slot: int, metrics: EngineMetrics, now: float) -> None:
+        """Take over what a scrape said."""
+        for array, value in (
+            (self.waiting, metrics.waiting),
+            (self.running, metrics.running),
+            (self.kv_usage, metrics.kv_usage),
+            (self.ttft, metrics.ttft),
+            (self.tpot, metrics.tpot),
+        ):
+            array[slot] = np.nan if value is None else value
+        if metrics.models is not None:
+            self.models[slot] = metrics.models
+        self.observed_at[slot] = now
+
+    def expire(self, now: float) -> int:
+        """Turn load that is older than `stale_seconds` into unknown; returns how many endpoints that left so."""
+        stale = self.slots[now - self.observed_at[self.slots] > self.stale_seconds]
+        for array in (self.waiting, self.running, self.kv_usage, self.ttft, self.tpot):
+            array[stale] = np.nan
+        return len(stale)
+
+    def _add(self, endpoint: Endpoint) -> int:
+        slot = next((slot for slot, taken in enumerate(self.endpoints) if taken is NOBODY), len(self.endpoints))
+        if slot == len(self.endpoints):
+            self.endpoints.append(NOBODY)
+            self.generation.append(0)
+            self.models.append(None)
+            self._grow(slot + 1)
+        self.endpoints[slot] = endpoint
+        self._by_identity[endpoint.identity] = slot
+        self._by_address[endpoint.address] = slot
+        self._clear(slot)
+        return slot
+
+    def _remove(self, slot: int) -> None:
+        endpoint = self.endpoints[slot]
+        del self._by_identity[endpoint.identity]
+        self._by_address.pop(endpoint.address, None)
+        self.endpoints[slot] = NOBODY
+        self.generation[slot] += 1
+
+    def _clear(self, slot: int) -> None:
+        self.models[slot] = None
+        self.in_flight[slot] = 0
+        self.observed_at[slot] = -np.inf
+        for array in (self.waiting, self.running, self.kv_usage, self.ttft, self.tpot):
+            array[slot] = np.nan
+
+    def _grow(self, size: int) -> None:
+        if size <= len(self.in_flight):
+            return
+        more = max(8, len(self.in_flight))
+        self.in_flight = np.concatenate((self.in_flight, np.zeros(more, np.int64)))
+        for name in ("waiting", "running", "kv_usage", "ttft", "tpot", "observed_at"):
+            setattr(self, name, np.concatenate((getattr(self, name), np.full(more, np.nan))))

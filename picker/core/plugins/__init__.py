@@ -1,0 +1,1 @@
+"""The plugins that ship with the picker, one file each; `registry` gives them their configuration names."""

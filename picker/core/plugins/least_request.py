@@ -1,0 +1,55 @@
+"""`least-request`: keep requests away from endpoints that queue, and prefer those with the fewest.
+
+Formulas and vectors: Kthena's router, `least-request`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from msgspec import Struct
+
+from picker.core.endpoints import Flags, Floats
+from picker.core.plugins.args import NoArgs
+from picker.core.plugins.load import unknown_as_average
+from picker.core.scheduling.api import Candidates, MatchInfo, Request, Rng
+
+
+class LeastRequestArgs(Struct, frozen=True, forbid_unknown_fields=True):
+    """Arguments of `least-request`."""
+
+    maxWaitingRequests: int = 10  # noqa: N815  the configuration's name
+    """Endpoints with this many waiting requests or more are filtered out. Zero or less means the default."""
+
+
+class LeastRequestFilter:
+    """Keeps endpoints whose engine queues fewer than `maxWaitingRequests`; one that is unknown stays."""
+
+    name = "least-request"
+
+    def __init__(self, args: LeastRequestArgs) -> None:
+        self._limit = args.maxWaitingRequests if args.maxWaitingRequests > 0 else 10
+
+    def keep(self, request: Request, candidates: Candidates) -> Flags | None:  # noqa: ARG002
+        waiting = candidates.table.waiting[candidates.slots]
+        full = waiting >= self._limit
+        return ~full if full.any() else None
+
+
+class LeastRequestScorer:
+    """Rates by our own in-flight requests; those beyond what the engine runs are queued and count a hundredfold."""
+
+    name = "least-request"
+    producer = None
+
+    def __init__(self, args: NoArgs | LeastRequestArgs) -> None: ...
+
+    def score(self, request: Request, candidates: Candidates, match: MatchInfo | None, rng: Rng) -> Floats:  # noqa: ARG002
+        table, slots = candidates.table, candidates.slots
+        in_flight = table.in_flight[slots]
+        queued = unknown_as_average(np.maximum(in_flight - table.running[slots], 0.0), 0.0)
+        base = in_flight + 100.0 * queued
+        most = base.max()
+        if most == 0:
+            return np.full(len(slots), 100.0)
+        rated: Floats = np.trunc((most - base) / most * 100.0)
+        return rated

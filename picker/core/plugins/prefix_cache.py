@@ -1,0 +1,155 @@
+"""`prefix-cache`: prefer endpoints that were sent the same beginning of a prompt.
+
+Source: seed "Prefix Cache Plugin"; hashes and rounding as in Kthena's router. Better than the seed: a pick is
+visible to the next decision at once, and vanishes if its request fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from msgspec import Struct
+
+from picker.core.endpoints import Floats, Integers
+from picker.core.prefix_cache.hashing import block_hashes
+from picker.core.prefix_cache.index import Hold, PrefixIndex
+from picker.core.scheduling.api import Candidates, MatchInfo, Request, Rng
+
+
+class PrefixCacheArgs(Struct, frozen=True, forbid_unknown_fields=True):
+    """Arguments of `prefix-cache`. Zero or less means the default."""
+
+    blockSizeToHash: int = 64  # noqa: N815  the configuration's name
+    """Bytes in a block."""
+    maxBlocksToMatch: int = 128  # noqa: N815
+    """Blocks of a prompt that are hashed; text after them is ignored."""
+    maxHashCacheSize: int = 50_000  # noqa: N815
+    """Blocks kept for each endpoint, over all models; the least recently recorded are dropped."""
+    topKMatches: int = 5  # noqa: N815
+    """Endpoints that get a score; those with the longest match first, by chance among equals."""
+
+    def effective(self) -> PrefixCacheArgs:
+        """The same with defaults in the place of values that are zero or less."""
+        chosen = {name: getattr(self, name) for name in self.__struct_fields__}
+        return PrefixCacheArgs(**{name: value for name, value in chosen.items() if value > 0})
+
+
+class PrefixCacheProducer:
+    """Matches prompts against what was sent where.
+
+    `on_evict(model)` is told every entry that a full list drops.
+    """
+
+    name = "prefix-cache"
+
+    def __init__(self, args: PrefixCacheArgs, on_evict: Callable[[str], None]) -> None:
+        self._args = args.effective()
+        self.index = PrefixIndex(self._args.maxHashCacheSize, on_evict)
+
+    def reconfigure(self, args: PrefixCacheArgs) -> bool:
+        """Take new arguments over; False when entries had to go, because blocks have another size now."""
+        args = args.effective()
+        kept = args.blockSizeToHash == self._args.blockSizeToHash
+        if not kept:
+            self.index.clear()
+        self.index.resize(args.maxHashCacheSize)
+        self._args = args
+        return kept
+
+    def match(self, request: Request, candidates: Candidates, rng: Rng) -> PrefixMatch | None:
+        """Match every prompt of the request; None when there is none."""
+        prompt, args = request.prompt, self._args
+        if not prompt.texts:
+            return None
+        chains = [
+            block_hashes(prompt.model, text, args.blockSizeToHash, args.maxBlocksToMatch) for text in prompt.texts
+        ]
+        size = len(candidates.table.endpoints)
+        by_slot = np.zeros(size, np.int64)
+        for chain in chains:
+            for blocks, mask in _longest(self.index.match(chain, candidates.mask), args.topKMatches, rng):
+                _add(by_slot, mask, blocks)
+        info = MatchInfo(by_slot[candidates.slots], sum(map(len, chains)), "blocks")
+        return PrefixMatch(self, prompt.model, chains, info)
+
+    def forget(self, slot: int) -> None:
+        self.index.forget(slot)
+
+
+class PrefixMatch(NamedTuple):
+    """A prompt's blocks and who has how many of them."""
+
+    producer: PrefixCacheProducer
+    model: str
+    chains: Sequence[Sequence[int]]
+    info: MatchInfo
+
+    def picked(self, slot: int) -> PrefixLearning:
+        hold = self.producer.index.hold
+        return PrefixLearning(self, [hold(slot, chain) for chain in self.chains])
+
+
+class PrefixLearning(NamedTuple):
+    """Blocks that are visible for the picked endpoint while the request is on its way."""
+
+    match: PrefixMatch
+    holds: Sequence[Hold]
+
+    def confirm(self, slot: int | None) -> None:
+        if slot is not None:
+            for chain in self.match.chains:
+                self.match.producer.index.record(slot, self.match.model, chain)
+        self.undo()
+
+    def undo(self) -> None:
+        for hold in self.holds:
+            self.match.producer.index.release(hold)
+
+
+class PrefixScorer:
+    """Rates by the share of the prompt's blocks that match: `int(matched / total * 100)`."""
+
+    def __init__(self, name: str, producer: str) -> None:
+        self.name = name
+        self.producer: str | None = producer
+
+    def score(self, request: Request, candidates: Candidates, match: MatchInfo | None, rng: Rng) -> Floats | None:  # noqa: ARG002
+        if match is None or not match.total:
+            return None
+        return np.trunc(match.matched / match.total * 100.0)
+
+
+def _longest(groups: list[tuple[int, int]], most: int, rng: Rng) -> list[tuple[int, int]]:
+    """Cut groups of `(blocks, slots)`, longest first, to `most` slots altogether."""
+    chosen = []
+    for blocks, mask in groups:
+        if most <= 0:
+            break
+        if mask.bit_count() > most:
+            mask = sum(rng.sample(_bits(mask), most))  # noqa: PLW2901
+        chosen.append((blocks, mask))
+        most -= mask.bit_count()
+    return chosen
+
+
+def _bits(mask: int) -> list[int]:
+    bits = []
+    while mask:
+        lowest = mask & -mask
+        bits.append(lowest)
+        mask ^= lowest
+    return bits
+
+
+def _add(by_slot: Integers, mask: int, blocks: int) -> None:
+    if mask.bit_count() <= 8:
+        while mask:
+            lowest = mask & -mask
+            by_slot[lowest.bit_length() - 1] += blocks
+            mask ^= lowest
+        return
+    size = len(by_slot)
+    packed = np.frombuffer(mask.to_bytes((size + 7) // 8, "little"), np.uint8)
+    by_slot[np.unpackbits(packed, count=size, bitorder="little").view(np.bool_)] += blocks

@@ -1,0 +1,82 @@
+"""Configuration names of plugins, and how a scheduler is built from them.
+
+A new plugin is one file and one line in `PLUGINS`; configuration, checks and the reference documentation follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from msgspec import Struct
+
+from picker.core.plugins.args import NoArgs
+from picker.core.plugins.gpu_usage import GpuUsageScorer
+from picker.core.plugins.least_latency import LeastLatencyArgs, LeastLatencyScorer
+from picker.core.plugins.least_request import LeastRequestArgs, LeastRequestFilter, LeastRequestScorer
+from picker.core.plugins.lora_affinity import LoraAffinityFilter
+from picker.core.plugins.prefix_cache import PrefixCacheArgs, PrefixCacheProducer, PrefixScorer
+from picker.core.plugins.random_score import RandomScorer
+from picker.core.scheduling.api import Filter, Producer, Scorer
+from picker.core.scheduling.scheduler import Scheduler
+
+OnEvict = Callable[[str], None]
+
+
+class Plugin(Struct, frozen=True):
+    """What stands behind a configuration name: any of a filter, a scorer and a producer, with common arguments."""
+
+    args: type[Struct] = NoArgs
+    filter: Callable[[Any], Filter] | None = None
+    scorer: Callable[[Any], Scorer] | None = None
+    producer: Callable[[Any, OnEvict], Producer] | None = None
+
+
+PLUGINS: Mapping[str, Plugin] = {
+    "least-request": Plugin(LeastRequestArgs, filter=LeastRequestFilter, scorer=LeastRequestScorer),
+    "least-latency": Plugin(LeastLatencyArgs, scorer=LeastLatencyScorer),
+    "gpu-usage": Plugin(scorer=GpuUsageScorer),
+    "random": Plugin(scorer=RandomScorer),
+    "lora-affinity": Plugin(filter=LoraAffinityFilter),
+    "prefix-cache": Plugin(
+        PrefixCacheArgs,
+        scorer=lambda _: PrefixScorer("prefix-cache", "prefix-cache"),
+        producer=PrefixCacheProducer,
+    ),
+}
+
+
+class SchedulerSpec(Struct, frozen=True):
+    """A checked scheduler configuration: names are known, weights positive, arguments of the right type."""
+
+    filters: tuple[str, ...]
+    scorers: tuple[tuple[str, float], ...]
+    args: Mapping[str, Struct] = {}
+
+
+def build_scheduler(spec: SchedulerSpec, previous: Scheduler | None, on_evict: OnEvict) -> tuple[Scheduler, list[str]]:
+    """Build a scheduler, taking over from `previous` what its producers know.
+
+    Returns it with one sentence for each thing that could not be taken over. `on_evict(model)` is told of every
+    entry that a producer drops because it is full.
+    """
+    notes: list[str] = []
+    old = {producer.name: producer for producer in previous.producers} if previous else {}
+
+    def args(name: str) -> Struct:
+        return spec.args.get(name) or PLUGINS[name].args()
+
+    producers: list[Producer] = []
+    for name, _ in spec.scorers:
+        plugin = PLUGINS[name]
+        if plugin.producer is None:
+            continue
+        if name in old:
+            producers.append(old[name])
+            if not old[name].reconfigure(args(name)):
+                notes.append(f"{name}: the index starts empty, because its blocks have another size now")
+        else:
+            producers.append(plugin.producer(args(name), on_evict))
+    filters = [build(args(name)) for name in spec.filters if (build := PLUGINS[name].filter)]
+    scorers = [(build(args(name)), weight) for name, weight in spec.scorers if (build := PLUGINS[name].scorer)]
+    return Scheduler(filters, producers, scorers), notes

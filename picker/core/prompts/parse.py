@@ -1,0 +1,133 @@
+"""Read the prompt out of a request body, whatever API it belongs to.
+
+Nothing here raises: a body that cannot be used gives a `Prompt` without texts that says why, and the request is
+routed by load. Only the fields that matter are decoded; the rest of the body is skipped, never built.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from picker.core.prompts.render import chat_text, responses_text
+
+MAX_PROMPTS = 16
+"""Prompts of one batch request that are looked at; engines run a batch's prompts one by one."""
+
+MAX_MODEL_LENGTH = 512
+"""Longer model names are cut: they are labels and hash seeds here, the engine sees the original."""
+
+
+class Unused(StrEnum):
+    """Why a request is routed without looking at its prompt; the label of a counter."""
+
+    NO_BODY = "no_body"
+    BODY_MODE_STREAMED = "body_mode_streamed"
+    BODY_TRUNCATED = "body_truncated"
+    CONTENT_ENCODING = "content_encoding"
+    INVALID_JSON = "invalid_json"
+    NOT_AN_OBJECT = "not_an_object"
+    UNKNOWN_PATH = "unknown_path"
+    WRONG_TYPE = "wrong_type"
+    EMPTY = "empty_prompt"
+
+
+class Prompt(Struct, frozen=True):
+    """What a decision may know about a request's prompt.
+
+    `texts` holds one rendered prompt for each prompt of the request (several only for batch completions), as the
+    bytes that prefixes are matched on. It is empty exactly when `unused` says why.
+    """
+
+    model: str = ""
+    texts: tuple[bytes, ...] = ()
+    unused: Unused | None = None
+    stream: bool = False
+
+
+class _Body(Struct, gc=False):
+    model: Any = None
+    prompt: Any = None
+    messages: Any = None
+    system: Any = None
+    input: Any = None
+    instructions: Any = None
+    stream: Any = None
+
+
+_decode = msgspec.json.Decoder(_Body).decode
+
+
+def _completions(body: _Body) -> tuple[bytes, ...] | None:
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return (prompt.encode(),)
+    if not isinstance(prompt, list) or not prompt:
+        return None
+    if isinstance(prompt[0], int):
+        return _tokens([prompt])
+    if isinstance(prompt[0], list):
+        return _tokens(prompt[:MAX_PROMPTS])
+    texts = prompt[:MAX_PROMPTS]
+    return tuple(text.encode() for text in texts) if all(isinstance(text, str) for text in texts) else None
+
+
+def _tokens(prompts: list[Any]) -> tuple[bytes, ...] | None:
+    """Token ids as four bytes each, so that sixteen tokens fill a default block. None: not token ids."""
+    try:
+        return tuple(array("I", tokens).tobytes() for tokens in prompts)
+    except (TypeError, OverflowError):
+        return None
+
+
+def _chat(body: _Body) -> tuple[bytes, ...] | None:
+    if not isinstance(body.messages, list):
+        return None
+    return (chat_text(body.messages, body.system).encode(),)
+
+
+def _responses(body: _Body) -> tuple[bytes, ...] | None:
+    if not isinstance(body.input, str | list) and body.input is not None:
+        return None
+    return (responses_text(body.input, body.instructions).encode(),)
+
+
+_READERS: tuple[tuple[str, Callable[[_Body], tuple[bytes, ...] | None]], ...] = (
+    ("/chat/completions", _chat),
+    ("/completions", _completions),
+    ("/responses", _responses),
+    ("/messages", _chat),
+)
+
+
+def parse(path: str, body: bytes, *, content_encoding: bytes = b"") -> Prompt:
+    """Read the prompt of a complete request body.
+
+    `path` is the request path; a query string is ignored and a prefix before the API's own path is allowed.
+    Rules: seed "Building the prompt string". Duplicate keys: the last counts, as in the engines' own parsers.
+    """
+    if not body:
+        return Prompt(unused=Unused.NO_BODY)
+    if content_encoding and content_encoding.lower() != b"identity":
+        return Prompt(unused=Unused.CONTENT_ENCODING)
+    try:
+        fields = _decode(body)
+    except (msgspec.ValidationError, msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        refused = isinstance(error, msgspec.ValidationError)
+        return Prompt(unused=Unused.NOT_AN_OBJECT if refused else Unused.INVALID_JSON)
+    model = fields.model[:MAX_MODEL_LENGTH] if isinstance(fields.model, str) else ""
+    stream = fields.stream is True
+    path = path.partition("?")[0].rstrip("/")
+    for suffix, read in _READERS:
+        if path.endswith(suffix):
+            texts = read(fields)
+            if texts is None:
+                return Prompt(model, unused=Unused.WRONG_TYPE, stream=stream)
+            texts = tuple(filter(None, texts))
+            return Prompt(model, texts, None if texts else Unused.EMPTY, stream)
+    return Prompt(model, unused=Unused.UNKNOWN_PATH, stream=stream)

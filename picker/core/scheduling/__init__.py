@@ -1,0 +1,1 @@
+"""Choosing an endpoint: filters remove candidates, producers match the prompt, scorers rate, the pick follows."""

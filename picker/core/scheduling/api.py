@@ -1,0 +1,101 @@
+"""The small protocols that plugins implement, and the values that pass between them and the scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from msgspec import Struct
+
+from picker.core.endpoints import EndpointTable, Flags, Floats, Integers, Slots
+from picker.core.prompts import Prompt
+
+
+class Rng(Protocol):
+    """The part of `random.Random` that decisions use."""
+
+    def random(self) -> float: ...
+    def sample(self, population: Any, k: int) -> list[Any]: ...
+
+
+class Request(Struct, frozen=True, gc=False):
+    """What a decision knows about a request."""
+
+    request_id: str
+    path: str
+    prompt: Prompt
+
+
+class Candidates(NamedTuple):
+    """The endpoints still in the race. Arrays that plugins return have one entry for each of `slots`."""
+
+    table: EndpointTable
+    slots: Slots
+    mask: int
+
+
+class MatchInfo(NamedTuple):
+    """How much of the prompt each candidate holds: leading `matched` of `total` units, by candidate."""
+
+    matched: Integers
+    total: int
+    unit: str
+
+
+class Filter(Protocol):
+    """Removes candidates that must not be picked."""
+
+    name: str
+
+    def keep(self, request: Request, candidates: Candidates) -> Flags | None:
+        """True for candidates that stay; None when all do."""
+
+
+class Producer(Protocol):
+    """Knows which endpoint holds which prompt, and learns from picks."""
+
+    name: str
+
+    def match(self, request: Request, candidates: Candidates, rng: Rng) -> Match | None:
+        """Match the prompt against every candidate; None when there is no prompt to match."""
+
+    def reconfigure(self, args: Any) -> bool:
+        """Take new arguments over; False when what was known had to go."""
+
+    def forget(self, slot: int) -> None:
+        """The slot's endpoint is gone, or its engine restarted with an empty cache."""
+
+
+class Match(Protocol):
+    """One prompt's match, kept so that the pick can be recorded without matching again."""
+
+    @property
+    def info(self) -> MatchInfo: ...
+
+    def picked(self, slot: int) -> Learning:
+        """Make the pick visible to the next decision, until it is confirmed or undone."""
+
+
+class Learning(Protocol):
+    """A pick on its way. Exactly one of the two is called, once."""
+
+    def confirm(self, slot: int | None) -> None:
+        """The request succeeded on this slot; None: on an endpoint that is gone or was never ours."""
+
+    def undo(self) -> None:
+        """The request failed."""
+
+
+class Scorer(Protocol):
+    """Rates candidates 0..100."""
+
+    name: str
+    producer: str | None
+    """The producer whose match it rates, if it rates one."""
+
+    def score(self, request: Request, candidates: Candidates, match: MatchInfo | None, rng: Rng) -> Floats | None:
+        """One score a candidate; None for no opinion, which counts 0 for all."""
+
+
+Timer = Callable[[], int]
+"""A monotonic clock in nanoseconds, for measuring the steps of a decision."""

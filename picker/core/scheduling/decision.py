@@ -1,0 +1,110 @@
+"""One decision, complete and immutable: logs, metrics, Explain and the debug page are views of it."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from msgspec import Struct
+
+from picker.core.endpoints import Endpoint, Floats, Integers, Slots
+from picker.core.scheduling.api import Match, MatchInfo, Request
+
+
+class Reason(StrEnum):
+    """How a decision ended."""
+
+    ROUTED = "routed"
+    NO_ENDPOINTS = "no_endpoints"
+    NONE_IN_SUBSET = "none_in_subset"
+    FILTERED_OUT = "filtered_out"
+
+
+class PluginScores(NamedTuple):
+    """What one scorer said; `scores` is None when it had no opinion."""
+
+    name: str
+    weight: float
+    scores: Floats | None
+    match: MatchInfo | None
+
+
+class Steps(NamedTuple):
+    """Nanoseconds each step of a decision took."""
+
+    parse: int
+    filter: int
+    match: int
+    score: int
+    pick: int
+
+
+class Decision(Struct, frozen=True):
+    """Everything about one choice.
+
+    Arrays are by candidate, in the order of `slots` and `endpoints`. `order` lists the positions of the destination
+    and its fallbacks; it is empty when the request is refused.
+    """
+
+    request: Request
+    reason: Reason
+    slots: Slots
+    endpoints: tuple[Endpoint, ...]
+    in_flight: Integers
+    totals: Floats
+    plugins: tuple[PluginScores, ...]
+    order: tuple[int, ...]
+    filters: tuple[tuple[str, int], ...]
+    matches: dict[str, Match]
+    steps: Steps
+
+    @property
+    def destinations(self) -> tuple[str, ...]:
+        """Addresses, the destination first, then the fallbacks."""
+        return tuple(self.endpoints[position].address for position in self.order)
+
+    @property
+    def slot(self) -> int:
+        """The slot of the destination."""
+        return int(self.slots[self.order[0]])
+
+    def view(self) -> dict[str, Any]:
+        """The decision as plain values, every candidate best first."""
+        ranks = {position: rank for rank, position in enumerate(self.order, 1)}
+        rest = sorted(
+            set(range(len(self.endpoints))) - set(ranks),
+            key=lambda position: (-self.totals[position], self.in_flight[position], position),
+        )
+        return {
+            "request_id": self.request.request_id,
+            "path": self.request.path,
+            "model": self.request.prompt.model,
+            "reason": str(self.reason),
+            "prompt_unused": str(self.request.prompt.unused or ""),
+            "destinations": list(self.destinations),
+            "filters": [{"filter": name, "remaining": remaining} for name, remaining in self.filters],
+            "step_microseconds": {name: value / 1000 for name, value in self.steps._asdict().items()},
+            "endpoints": [self._endpoint(position, rank) for rank, position in enumerate((*self.order, *rest), 1)],
+        }
+
+    def _endpoint(self, position: int, rank: int) -> dict[str, Any]:
+        endpoint = self.endpoints[position]
+        return {
+            "name": endpoint.name,
+            "namespace": endpoint.namespace,
+            "address": endpoint.address,
+            "rank": rank,
+            "total": float(self.totals[position]),
+            "in_flight": int(self.in_flight[position]),
+            "plugins": [
+                {
+                    "plugin": plugin.name,
+                    "weight": plugin.weight,
+                    "score": 0.0 if plugin.scores is None else float(plugin.scores[position]),
+                    "matched": 0 if plugin.match is None else int(plugin.match.matched[position]),
+                    "total": 0 if plugin.match is None else plugin.match.total,
+                    "unit": "" if plugin.match is None else plugin.match.unit,
+                }
+                for plugin in self.plugins
+            ],
+        }
