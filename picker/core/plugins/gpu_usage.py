@@ -14,7 +14,7 @@ class GpuUsageScorer:
     """Rates by the free share of the KV cache: `int((1 - usage) * 100)`."""
 
     name = "gpu-usage"
-    producer = None
+    producer: str | None = None
 
     def __init__(self, args: NoArgs) -> None: ...
 

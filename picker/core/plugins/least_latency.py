@@ -26,7 +26,7 @@ class LeastLatencyScorer:
     """Rates each of the two times linearly between the slowest (0) and the fastest (100) candidate."""
 
     name = "least-latency"
-    producer = None
+    producer: str | None = None
 
     def __init__(self, args: LeastLatencyArgs) -> None:
         self._factor = args.TTFTTPOTWeightFactor

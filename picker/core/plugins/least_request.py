@@ -39,7 +39,7 @@ class LeastRequestScorer:
     """Rates by our own in-flight requests; those beyond what the engine runs are queued and count a hundredfold."""
 
     name = "least-request"
-    producer = None
+    producer: str | None = None
 
     def __init__(self, args: NoArgs | LeastRequestArgs) -> None: ...
 

@@ -13,7 +13,7 @@ class RandomScorer:
     """Rates with whole numbers from 0 to 100, both included."""
 
     name = "random"
-    producer = None
+    producer: str | None = None
 
     def __init__(self, args: NoArgs) -> None: ...
 

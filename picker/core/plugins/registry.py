@@ -77,6 +77,6 @@ def build_scheduler(spec: SchedulerSpec, previous: Scheduler | None, on_evict: O
                 notes.append(f"{name}: the index starts empty, because its blocks have another size now")
         else:
             producers.append(plugin.producer(args(name), on_evict))
-    filters = [build(args(name)) for name in spec.filters if (build := PLUGINS[name].filter)]
-    scorers = [(build(args(name)), weight) for name, weight in spec.scorers if (build := PLUGINS[name].scorer)]
+    filters = [make(args(name)) for name in spec.filters if (make := PLUGINS[name].filter)]
+    scorers = [(rate(args(name)), weight) for name, weight in spec.scorers if (rate := PLUGINS[name].scorer)]
     return Scheduler(filters, producers, scorers), notes
