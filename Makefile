@@ -1,0 +1,58 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PORT ?= 10000
+
+.DEFAULT_GOAL := help
+
+.PHONY: help
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+.PHONY: setup
+setup: $(VENV)/.ready ## Make .venv with the picker command in it
+
+$(VENV)/.ready: requirements.lock pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $@
+
+.PHONY: lock
+lock: setup ## Pin the newest versions that pyproject.toml allows
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --extra dev --upgrade pyproject.toml -o requirements.lock
+
+.PHONY: proto
+proto: setup ## Regenerate picker/_proto from proto/
+	$(BIN)/python scripts/generate_proto.py
+
+.PHONY: docs
+docs: setup ## Regenerate the reference tables in README.md and docs/
+	$(BIN)/python scripts/generate_docs.py
+
+.PHONY: lint
+lint: setup ## Lint, formatting and layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+.PHONY: type
+type: setup ## Types, strictly
+	$(BIN)/mypy
+
+.PHONY: test
+test: setup lint type ## Everything that must hold: lint, types, unit, property, wire and Envoy tests
+	$(BIN)/pytest -n 2 --dist loadfile
+
+.PHONY: bench
+bench: setup ## Print the budget table
+	$(BIN)/python -m bench
+
+.PHONY: demo
+demo: setup ## Real Envoy, the picker and four simulated engines: what routing by cache wins
+	$(BIN)/picker demo
+
+.PHONY: run
+run: setup ## Keep the demo's stack up and print the curl lines to try
+	$(BIN)/picker demo --keep --port $(PORT)
