@@ -1,0 +1,1 @@
+"""Transports that carry RPC services: our own HTTP/2 server, and grpcio."""
