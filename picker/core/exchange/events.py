@@ -54,7 +54,9 @@ class RequestBody(Struct, frozen=True, gc=False):
 
 
 class RequestTrailers(Struct, frozen=True, gc=False):
-    """Trailers after the request body, which then had no end_of_stream of its own."""
+    """Trailers after the request body, which then may have had no end_of_stream of its own."""
+
+    protocol: ProtocolConfig | None = None
 
 
 class ResponseHeaders(Struct, frozen=True, gc=False):
@@ -83,6 +85,7 @@ class ResponseTrailers(Struct, frozen=True, gc=False):
     """Trailers after the response body; engines behind HTTP/1.1 send none."""
 
     served: str | None = None
+    protocol: ProtocolConfig | None = None
 
 
 class StreamEnded(Struct, frozen=True, gc=False):

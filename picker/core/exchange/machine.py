@@ -1,40 +1,9 @@
-"""The state machine of one ext_proc stream.
-
-Theory of operation
--------------------
-Envoy opens one stream for each HTTP request and tells it as messages: request headers, request body, request trailers,
-then the same of the response. What it waits for, and in which shape, depends on the *body mode* of each half:
-
-    mode of the request body   what comes                     what Envoy waits for            where the destination goes
-    NONE                       headers                        an answer to each message       headers answer
-    STREAMED                   headers, then each chunk       an answer to each message       headers answer (body unseen)
-    BUFFERED                   headers, then the whole body   an answer to each message       body answer
-    BUFFERED_PARTIAL           as BUFFERED, up to a limit     an answer to each message       body answer
-    FULL_DUPLEX_STREAMED       headers and chunks at once     one headers answer, then every  headers answer, given when
-                                                              byte of the body back           the body is known
-
-So outside full duplex the rule is "one message, one answer": withholding the headers answer until the body came would
-wait for ever, as Envoy sends the body after that answer. Inside full duplex an answer per message would be an error.
-A body that ends in trailers may end without end_of_stream: in BUFFERED such a message is still the whole body.
-
-The request half walks through the table below; a `Decide` effect leads into DECIDING (answers are owed, in order, and
-the first one carries the destination) or DECIDING_DUPLEX (the body is kept, to be flushed after the headers answer),
-and `Exchange.decided` leads out. The response half needs no states of its own: each message is answered at once.
-
-A response that overtakes the decision comes from Envoy itself (413, a timeout) or from another filter, never from an
-endpoint, for none was told. It settles the request half: what is owed is answered plainly, no `Decide` follows, and a
-decision still pending ends in `Finish(success=False)` whatever the status.
-
-An Envoy too old to state its modes (`protocol` is None) is told apart by evidence when configuration does not say
-(`assumed_request_body`): while the headers answer is withheld, only full duplex goes on sending. PROBING waits for that,
-for a short time, then takes the mode for BUFFERED. Evidence for the response half does not exist; it is taken to be full
-duplex if the request half is, as full duplex is configured for both or not at all by gateways of that age.
-"""
+"""The state machine of one ext_proc stream; `states` has the theory of operation and the table it carries out."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from enum import StrEnum
+from types import MappingProxyType
 from typing import Any, Final
 
 from picker.core.exchange.effects import (
@@ -44,13 +13,11 @@ from picker.core.exchange.effects import (
     BodyState,
     Decide,
     Effect,
-    Finish,
     HeadersReply,
     Immediate,
     LearnedOn,
     Report,
     Side,
-    StreamedBody,
     TrailersReply,
 )
 from picker.core.exchange.events import (
@@ -67,116 +34,361 @@ from picker.core.exchange.events import (
     TimerFired,
 )
 from picker.core.exchange.outcomes import Refused, Routed
+from picker.core.exchange.response import Effects, ResponseHalf, informational, pieces
+from picker.core.exchange.states import DECIDED, TRANSITIONS, State
 from picker.core.headers import CLIENT_FORBIDDEN, DESTINATION
 
-PIECE_BYTES: Final = 62_000
-"""Longest body piece sent in full duplex: some gateways refuse messages of 64 KiB."""
+_NOTHING: Final[Effects] = ()
+_HEADERS: Final = HeadersReply(Side.REQUEST)
+_BODY: Final = BodyReply(Side.REQUEST)
+_TRAILERS: Final = TrailersReply(Side.REQUEST)
+_ANSWER_BODY: Final[Effects] = (_BODY,)
+_ANSWER_TRAILERS: Final[Effects] = (_TRAILERS,)
+_ANSWER_RESPONSE_HEADERS: Final[Effects] = (HeadersReply(Side.RESPONSE),)
+_UNEXPECTED: Final[Effects] = (Report(Anomaly.UNEXPECTED_MESSAGE),)
+_DUPLICATE: Final[Effects] = (Report(Anomaly.DUPLICATE_END_OF_STREAM),)
+_CONTROL_HEADER: Final[Effects] = (Report(Anomaly.CONTROL_HEADER),)
+_STREAMED: Final[Effects] = (Report(Anomaly.STREAMED_REQUEST_BODY),)
+_TOO_LARGE: Final[Effects] = (Report(Anomaly.BODY_TOO_LARGE),)
+_MODE_UNKNOWN: Final = Report(Anomaly.MODE_UNKNOWN)
+_DUPLEX: Final = BodyMode.FULL_DUPLEX_STREAMED
+_NO_HEADERS: Final[Mapping[str, bytes]] = MappingProxyType({})
 
 
-class State(StrEnum):
-    """How far the request half has come."""
-
-    START = "start"
-    PROBING = "probing"
-    """The mode is unknown; the headers answer is withheld for a moment."""
-    BUFFERING = "buffering"
-    """The headers are answered; Envoy collects the body and sends it whole."""
-    COLLECTING = "collecting"
-    """Full duplex: nothing is answered, we collect the body."""
-    DECIDING = "deciding"
-    DECIDING_DUPLEX = "deciding_duplex"
-    PASSING = "passing"
-    """Not full duplex: whatever comes is answered and passes."""
-    ECHOING = "echoing"
-    """Full duplex, headers answered: the rest of the body goes back as it comes."""
-    SETTLED = "settled"
-    """Full duplex: the request half is over, and no body message gets an answer any more."""
-    SILENT = "silent"
-    """The stream ended, or we answered the client ourselves: nothing gets an answer any more."""
+def _control_headers(headers: Mapping[str, bytes]) -> tuple[str, ...]:
+    if headers.keys().isdisjoint(CLIENT_FORBIDDEN):
+        return ()
+    return tuple(name for name in headers if name in CLIENT_FORBIDDEN)
 
 
-_S = State
-_RESPONSE: Final = {
-    ResponseHeaders: ("response_headers", ()),
-    ResponseBody: ("response_body", ()),
-    ResponseTrailers: ("response_trailers", ()),
-    StreamEnded: ("end", (_S.SILENT,)),
-}
-_PASS_EARLY: Final = {
-    ResponseHeaders: ("overtaken", (_S.PASSING,)),
-    ResponseBody: ("overtaken", (_S.PASSING,)),
-    ResponseTrailers: ("overtaken", (_S.PASSING,)),
-    StreamEnded: ("end", (_S.SILENT,)),
-}
-_SETTLE_EARLY: Final = {
-    ResponseHeaders: ("overtaken", (_S.SETTLED,)),
-    ResponseBody: ("overtaken", (_S.SETTLED,)),
-    ResponseTrailers: ("overtaken", (_S.SETTLED,)),
-    StreamEnded: ("end", (_S.SILENT,)),
-}
-_EITHER_EARLY: Final = {
-    ResponseHeaders: ("overtaken", (_S.PASSING, _S.SETTLED)),
-    ResponseBody: ("overtaken", (_S.PASSING, _S.SETTLED)),
-    ResponseTrailers: ("overtaken", (_S.PASSING, _S.SETTLED)),
-    StreamEnded: ("end", (_S.SILENT,)),
-}
+class Exchange:
+    """One ext_proc stream: `receive` takes what happened, `decided` the outcome of a `Decide`; both return effects.
 
-# For each state and event: the action, and the states it may lead to besides staying. Events left out do nothing.
-TRANSITIONS: Final[Mapping[State, Mapping[type, tuple[str, tuple[State, ...]]]]] = {
-    _S.START: {
-        RequestHeaders: ("open", (_S.DECIDING, _S.BUFFERING, _S.COLLECTING, _S.PROBING)),
-        RequestBody: ("body_without_headers", (_S.DECIDING, _S.ECHOING, _S.SETTLED, _S.PASSING)),
-        RequestTrailers: ("unexpected_trailers", (_S.PASSING,)),
-        **_EITHER_EARLY,
-    },
-    _S.PROBING: {
-        RequestHeaders: ("headers_while_withheld", ()),
-        RequestBody: ("duplex_by_evidence", (_S.COLLECTING, _S.DECIDING_DUPLEX)),
-        RequestTrailers: ("duplex_by_evidence", (_S.DECIDING_DUPLEX,)),
-        TimerFired: ("buffered_by_silence", (_S.BUFFERING,)),
-        **_SETTLE_EARLY,
-    },
-    _S.BUFFERING: {
-        RequestHeaders: ("headers_again", ()),
-        RequestBody: ("whole_body", (_S.DECIDING,)),
-        RequestTrailers: ("trailers_for_body", (_S.DECIDING,)),
-        **_PASS_EARLY,
-    },
-    _S.COLLECTING: {
-        RequestHeaders: ("headers_while_withheld", ()),
-        RequestBody: ("collect", (_S.DECIDING_DUPLEX,)),
-        RequestTrailers: ("collected_by_trailers", (_S.DECIDING_DUPLEX,)),
-        **_SETTLE_EARLY,
-    },
-    _S.DECIDING: {
-        RequestHeaders: ("headers_while_withheld", ()),
-        RequestBody: ("owe_body", ()),
-        RequestTrailers: ("owe_trailers", ()),
-        **_EITHER_EARLY,
-    },
-    _S.DECIDING_DUPLEX: {
-        RequestHeaders: ("headers_while_withheld", ()),
-        RequestBody: ("keep", ()),
-        RequestTrailers: ("keep_trailers", ()),
-        **_SETTLE_EARLY,
-    },
-    _S.PASSING: {
-        RequestHeaders: ("headers_again", ()),
-        RequestBody: ("pass_body", ()),
-        RequestTrailers: ("pass_trailers", ()),
-        **_RESPONSE,
-    },
-    _S.ECHOING: {
-        RequestHeaders: ("headers_again", ()),
-        RequestBody: ("echo", (_S.SETTLED,)),
-        RequestTrailers: ("echoed_by_trailers", (_S.SETTLED,)),
-        **_RESPONSE,
-    },
-    _S.SETTLED: {
-        RequestHeaders: ("headers_again", ()),
-        RequestBody: ("settled_body", ()),
-        RequestTrailers: ("unexpected_trailers", ()),
-        **_RESPONSE,
-    },
-    _S.SILENT: {},
+    Effects are to be carried out in order; `Decide` is always the last. Neither method raises on any order of events.
+    `max_body_bytes` bounds what full duplex keeps of a request body before the decision is made without the rest (until
+    it is made, more may come: the caller's deadline for decisions bounds that). `assumed_request_body` is the mode where
+    Envoy does not say it; None tells it by evidence within `mode_grace_seconds`.
+    """
+
+    __slots__ = (
+        "_assumed_request_body",
+        "_body_over",
+        "_chunks",
+        "_control",
+        "_destination_sent",
+        "_headers",
+        "_max_body_bytes",
+        "_mode",
+        "_mode_grace_seconds",
+        "_mode_guessed",
+        "_owed",
+        "_pending",
+        "_response",
+        "_row",
+        "_size",
+        "_subset",
+        "_trailers_seen",
+        "state",
+    )
+
+    def __init__(
+        self,
+        *,
+        max_body_bytes: int = 16 * 1024 * 1024,
+        assumed_request_body: BodyMode | None = None,
+        mode_grace_seconds: float = 0.02,
+    ) -> None:
+        self._max_body_bytes = max_body_bytes
+        self._assumed_request_body = assumed_request_body
+        self._mode_grace_seconds = mode_grace_seconds
+        self._enter(State.START)
+        self._headers = _NO_HEADERS
+        self._control: tuple[str, ...] = ()
+        self._subset: tuple[str, ...] | None = None
+        self._mode: BodyMode | None = None
+        self._mode_guessed = False
+        self._owed: list[Effect] = []
+        self._chunks: list[bytes] = []
+        self._size = 0
+        self._body_over = False
+        self._trailers_seen = False
+        self._pending = False
+        self._destination_sent = False
+        self._response = ResponseHalf()
+
+    def receive(self, event: Event) -> Effects:
+        """Take in one event."""
+        action = self._row.get(type(event))
+        return action(self, event) if action is not None else _NOTHING
+
+    def decided(self, outcome: Routed | Refused) -> Effects:
+        """Take in the outcome of the `Decide` effect, at once or later. RuntimeError if none is pending."""
+        if not self._pending:
+            raise RuntimeError("decided() was called without a pending Decide; call it once for each Decide effect")
+        self._pending = False
+        state = self.state
+        if state not in DECIDED:
+            if isinstance(outcome, Refused):
+                return _NOTHING
+            return self._response.fail()
+        if isinstance(outcome, Refused):
+            self._fall_silent()
+            return (Immediate(outcome.status, outcome.body, outcome.headers, outcome.details),)
+        self._response.routed = self._destination_sent = True
+        if state is State.DECIDING:
+            return self._answer_owed(outcome.destination)
+        return self._flush(outcome.destination)
+
+    def _enter(self, state: State) -> None:
+        self.state = state
+        self._row = _ROWS[state]
+
+    def _fall_silent(self) -> None:
+        self._owed = []
+        self._chunks = []
+        self._enter(State.SILENT)
+
+    # Request headers
+
+    def _open(self, event: RequestHeaders) -> Effects:
+        self._headers = event.headers
+        self._control = _control_headers(event.headers)
+        self._subset = event.subset
+        mode = self._agree(event.protocol)
+        reports = _CONTROL_HEADER if self._control else _NOTHING
+        if event.end_of_stream or mode is BodyMode.NONE:
+            self._body_over = event.end_of_stream
+            return reports + self._decide(BodyState.NONE, self._headers_answer())
+        if mode is _DUPLEX:
+            self._enter(State.COLLECTING)
+            return reports
+        if mode is BodyMode.STREAMED:
+            return reports + _STREAMED + self._decide(BodyState.STREAMED, self._headers_answer())
+        if mode is None:
+            self._owed = list(self._headers_answer())
+            self._enter(State.PROBING)
+            return (*reports, _MODE_UNKNOWN, Arm(self._mode_grace_seconds))
+        self._enter(State.BUFFERING)
+        return reports + self._headers_answer()
+
+    def _agree(self, protocol: ProtocolConfig | None) -> BodyMode | None:
+        if protocol is not None:
+            self._mode = protocol.request_body
+            self._response.mode = protocol.response_body
+        else:
+            self._mode = self._assumed_request_body
+            self._response.mode = _DUPLEX if self._mode is _DUPLEX else None
+        return self._mode
+
+    def _headers_answer(self) -> Effects:
+        return (HeadersReply(Side.REQUEST, (), self._control) if self._control else _HEADERS,)
+
+    def _headers_while_withheld(self, _event: RequestHeaders) -> Effects:
+        return _UNEXPECTED
+
+    def _headers_again(self, event: RequestHeaders) -> Effects:
+        control = _control_headers(event.headers)
+        if self._destination_sent:
+            control = tuple(name for name in control if name != DESTINATION)
+        return (*_UNEXPECTED, HeadersReply(Side.REQUEST, (), control))
+
+    # The mode, by evidence
+
+    def _duplex_by_evidence(self, event: RequestBody | RequestTrailers) -> Effects:
+        self._mode = self._response.mode = _DUPLEX
+        self._owed = []
+        self._enter(State.COLLECTING)
+        return self.receive(event)
+
+    def _buffered_by_silence(self, _event: TimerFired | None = None) -> Effects:
+        self._mode = BodyMode.BUFFERED
+        self._mode_guessed = True
+        answers, self._owed = self._owed, []
+        self._enter(State.BUFFERING)
+        return tuple(answers)
+
+    def _body_without_headers(self, event: RequestBody) -> Effects:
+        mode = self._agree(event.protocol)
+        if mode is _DUPLEX:
+            # A body piece cannot carry a destination, so there is nothing to decide.
+            self._enter(State.ECHOING)
+        elif mode is BodyMode.NONE or mode is BodyMode.STREAMED:
+            self._enter(State.PASSING)
+        elif mode is None:
+            self._buffered_by_silence()
+        else:
+            self._enter(State.BUFFERING)
+        return _UNEXPECTED + self.receive(event)
+
+    # The decision
+
+    def _decide(self, body_state: BodyState, owed: Effects, body: bytes = b"") -> Effects:
+        self._owed = list(owed)
+        self._enter(State.DECIDING)
+        return self._ask(body_state, body)
+
+    def _ask(self, body_state: BodyState, body: bytes) -> Effects:
+        self._pending = True
+        headers, self._headers = self._headers, _NO_HEADERS
+        if self._control:
+            headers = {name: value for name, value in headers.items() if name not in CLIENT_FORBIDDEN}
+        return (Decide(headers, body, body_state, self._mode, self._subset),)
+
+    def _answer_owed(self, destination: str) -> Effects:
+        (first, *rest), self._owed = self._owed, []
+        self._enter(State.SETTLED if self._mode is _DUPLEX else State.PASSING)
+        if type(first) is HeadersReply:
+            return (self._headers_with(destination), *rest)
+        if type(first) is BodyReply:
+            return (BodyReply(Side.REQUEST, destination=destination), *rest)
+        return (TrailersReply(Side.REQUEST, destination), *rest)
+
+    def _headers_with(self, destination: str, set_headers: tuple[tuple[str, bytes], ...] = ()) -> HeadersReply:
+        control = self._control
+        if DESTINATION in control:
+            control = tuple(name for name in control if name != DESTINATION)
+        return HeadersReply(Side.REQUEST, set_headers, control, destination)
+
+    def _owe_body(self, event: RequestBody) -> Effects:
+        if self._mode is not _DUPLEX:
+            self._owed += _ANSWER_BODY
+        return self._judge_body(event)
+
+    def _owe_trailers(self, _event: RequestTrailers) -> Effects:
+        self._body_over = True
+        self._owed += _ANSWER_TRAILERS
+        return _NOTHING
+
+    def _overtaken(self, event: ResponseHeaders | ResponseBody | ResponseTrailers) -> Effects:
+        if type(event) is ResponseHeaders and informational(event.status):
+            return _ANSWER_RESPONSE_HEADERS
+        if self.state is State.START:
+            self._agree(event.protocol)
+        answers, self._owed = self._owed, []
+        self._chunks = []
+        # After PROBING the mode is still unknown: any answer to a body might be of the wrong shape.
+        silent = self._mode is _DUPLEX or self.state is State.PROBING
+        self._enter(State.SETTLED if silent else State.PASSING)
+        return (*answers, *self.receive(event))
+
+    # Request body and trailers outside full duplex
+
+    def _whole_body(self, event: RequestBody) -> Effects:
+        if event.subset is not None:
+            self._subset = event.subset
+        # BUFFERED without end_of_stream: trailers follow. Elsewhere: the rest is not sent to us.
+        whole = event.end_of_stream or (self._mode is BodyMode.BUFFERED and not self._mode_guessed)
+        self._body_over = whole
+        return self._decide(BodyState.COMPLETE if whole else BodyState.TRUNCATED, _ANSWER_BODY, event.data)
+
+    def _trailers_for_body(self, _event: RequestTrailers) -> Effects:
+        self._body_over = True
+        return self._decide(BodyState.COMPLETE, _ANSWER_TRAILERS)
+
+    def _pass_body(self, event: RequestBody) -> Effects:
+        return self._judge_body(event) + _ANSWER_BODY
+
+    def _judge_body(self, event: RequestBody) -> Effects:
+        if self._body_over:
+            return _DUPLICATE
+        if event.end_of_stream:
+            self._body_over = True
+        return _NOTHING if self._mode is BodyMode.STREAMED else _UNEXPECTED
+
+    def _pass_trailers(self, _event: RequestTrailers) -> Effects:
+        self._body_over = True
+        return _ANSWER_TRAILERS
+
+    def _unexpected_trailers(self, event: RequestTrailers) -> Effects:
+        self._body_over = True
+        if self.state is State.START:
+            self._agree(event.protocol)
+            self._enter(State.PASSING)
+        return _UNEXPECTED + _ANSWER_TRAILERS
+
+    # Request body and trailers in full duplex
+
+    def _collect(self, event: RequestBody) -> Effects:
+        self._keep(event)
+        if self._size > self._max_body_bytes:
+            return _TOO_LARGE + self._decide_collected(BodyState.TRUNCATED)
+        if self._body_over:
+            return self._decide_collected(BodyState.COMPLETE)
+        return _NOTHING
+
+    def _collected_by_trailers(self, _event: RequestTrailers) -> Effects:
+        self._trailers_seen = True
+        return self._decide_collected(BodyState.COMPLETE)
+
+    def _decide_collected(self, body_state: BodyState) -> Effects:
+        if len(self._chunks) > 1:
+            self._chunks = [b"".join(self._chunks)]
+        self._enter(State.DECIDING_DUPLEX)
+        return self._ask(body_state, self._chunks[0] if self._chunks else b"")
+
+    def _keep(self, event: RequestBody) -> Effects:
+        if event.subset is not None:
+            self._subset = event.subset
+        if self._body_over or self._trailers_seen:
+            return _DUPLICATE
+        if event.data:
+            self._chunks.append(event.data)
+            self._size += len(event.data)
+        self._body_over = event.end_of_stream
+        return _NOTHING
+
+    def _keep_trailers(self, _event: RequestTrailers) -> Effects:
+        self._trailers_seen = True
+        return _NOTHING
+
+    def _flush(self, destination: str) -> Effects:
+        """The headers answer, everything kept of the body, and trailers if they ended it."""
+        over = self._body_over and not self._trailers_seen
+        # Envoy drops the client's content-length in full duplex. With trailers HTTP/1.1 needs chunks instead.
+        set_headers = (("content-length", b"%d" % self._size),) if over else ()
+        effects: list[Effect] = [self._headers_with(destination, set_headers)]
+        chunks, self._chunks = self._chunks, []
+        if over and not chunks:
+            chunks = [b""]
+        last = len(chunks) - 1
+        for index, chunk in enumerate(chunks):
+            effects += pieces(Side.REQUEST, chunk, end_of_stream=over and index == last)
+        if self._trailers_seen:
+            effects.append(_TRAILERS)
+        self._enter(State.SETTLED if self._body_over or self._trailers_seen else State.ECHOING)
+        return tuple(effects)
+
+    def _echo(self, event: RequestBody) -> Effects:
+        if event.end_of_stream:
+            self._body_over = True
+            self._enter(State.SETTLED)
+        return pieces(Side.REQUEST, event.data, end_of_stream=event.end_of_stream)
+
+    def _echoed_by_trailers(self, _event: RequestTrailers) -> Effects:
+        self._body_over = True
+        self._enter(State.SETTLED)
+        return _ANSWER_TRAILERS
+
+    def _settled_body(self, _event: RequestBody) -> Effects:
+        return _DUPLICATE if self._body_over else _NOTHING
+
+    # The response
+
+    def _response_headers(self, event: ResponseHeaders) -> Effects:
+        return self._response.headers(event)
+
+    def _response_body(self, event: ResponseBody) -> Effects:
+        return self._response.body(event)
+
+    def _response_trailers(self, event: ResponseTrailers) -> Effects:
+        return self._response.trailers(event)
+
+    def _end(self, _event: StreamEnded) -> Effects:
+        self._fall_silent()
+        return self._response.finish(LearnedOn.STREAM_END)
+
+
+_ROWS: Final[Mapping[State, Mapping[type, Callable[[Exchange, Any], Effects]]]] = {
+    state: {event: getattr(Exchange, f"_{action}") for event, (action, _) in actions.items()}
+    for state, actions in TRANSITIONS.items()
 }
