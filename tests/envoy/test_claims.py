@@ -8,7 +8,7 @@ import hashlib
 import pytest
 import pytest_asyncio
 
-from picker.app.envoy import Template, bootstrap
+from picker.app.envoy import Template, bootstrap, connection_manager
 from picker.core.exchange.events import BodyMode
 from picker.core.headers import CLIENT_FORBIDDEN, DESTINATION, LB_METADATA, SUBSET, SUBSET_METADATA
 
@@ -144,12 +144,22 @@ async def test_a_client_does_not_choose_while_the_picker_is_down_buffered(envoys
     addresses = [upstream.address for upstream in upstreams]
     envoy = await envoys(bootstrap(Template.BUFFERED, picker=dead_address, endpoints=addresses))
     ports = set()
-    for _ in range(20):
+    for _ in range(60):
         answer = await send(envoy.port, b"{}", headers=spoofed(upstreams[1].address))
         assert answer.status == 200
         assert not control_headers(name for name, _ in answer.seen["headers"])
         ports.add(answer.seen["port"])
     assert ports == {upstream.port for upstream in upstreams}
+
+
+async def test_buffered_does_not_obey_the_header_even_if_it_were_not_stripped(envoys, upstreams, dead_address, send):
+    addresses = [upstream.address for upstream in upstreams]
+    config = bootstrap(Template.BUFFERED, picker=dead_address, endpoints=addresses, fallback_policy="round_robin")
+    del connection_manager(config)["early_header_mutation_extensions"]
+    envoy = await envoys(config)
+    answers = [await send(envoy.port, b"{}", headers=[(DESTINATION, addresses[1])]) for _ in range(3)]
+    assert {answer.seen["port"] for answer in answers} == {upstream.port for upstream in upstreams}
+    assert all(answer.seen_headers(DESTINATION) == [addresses[1]] for answer in answers)
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
