@@ -22,6 +22,8 @@ _UNUSED = {
     BodyState.TRUNCATED: Unused.BODY_TRUNCATED,
 }
 
+_PLAIN = Scheduler((), (), ())
+
 
 class Director:
     """Decides requests and learns from their ends. Every `Ticket` handed out has to be finished, once."""
@@ -37,9 +39,18 @@ class Director:
     def decide(self, asked: Decide, fallbacks: int | None = None) -> Decision:
         """Decide without any side effect. `fallbacks` limits those of the configuration."""
         started = self._timer()
-        request = read_request(asked)
+        return self._decide(self.scheduler, read_request(asked), asked, fallbacks, started)
+
+    def decide_plainly(self, asked: Decide, fallbacks: int | None = None) -> Decision:
+        """Decide by in-flight counts alone, without reading the prompt or asking any plugin."""
+        request = Request("", "", Prompt(unused=Unused.FAILED))
+        return self._decide(_PLAIN, request, asked, fallbacks, self._timer())
+
+    def _decide(
+        self, scheduler: Scheduler, request: Request, asked: Decide, fallbacks: int | None, started: int
+    ) -> Decision:
         most = self.fallbacks if fallbacks is None else min(fallbacks, self.fallbacks)
-        return self.scheduler.decide(
+        return scheduler.decide(
             request,
             self.table,
             subset=asked.subset,

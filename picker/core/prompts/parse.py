@@ -35,6 +35,8 @@ class Unused(StrEnum):
     UNKNOWN_PATH = "unknown_path"
     WRONG_TYPE = "wrong_type"
     EMPTY = "empty_prompt"
+    FAILED = "failed"
+    """Reading it, or scoring with it, raised an unexpected error."""
 
 
 class Prompt(Struct, frozen=True):

@@ -1,0 +1,1 @@
+"""Envoy's external-processing service: messages to events, effects to messages, and the decision in between."""

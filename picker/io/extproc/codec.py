@@ -1,0 +1,174 @@
+"""Between the bytes of ext_proc messages and the values of `picker.core.exchange`.
+
+Values of headers go out as `raw_value`, which is where Envoy puts and expects them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from google.protobuf.message import DecodeError
+from google.protobuf.struct_pb2 import Struct, Value
+
+from picker._proto.envoy.service.ext_proc.v3 import external_processor_pb2 as pb
+from picker.core.exchange.effects import BodyReply, HeadersReply, Immediate, Side, StreamedBody, TrailersReply
+from picker.core.exchange.events import (
+    BodyMode,
+    Event,
+    ProtocolConfig,
+    RequestBody,
+    RequestHeaders,
+    RequestTrailers,
+    ResponseBody,
+    ResponseHeaders,
+    ResponseTrailers,
+)
+from picker.core.headers import DESTINATION, LB_METADATA, SERVED, SUBSET, SUBSET_METADATA
+
+_OVERWRITE = pb.HeaderValueOption.HeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
+_ATTRIBUTES = "envoy.filters.http.ext_proc"
+_UPSTREAM_ADDRESS = "upstream.address"
+_MODES = {mode.value: mode for mode in BodyMode}
+
+
+class MalformedMessageError(Exception):
+    """A message that is no ProcessingRequest, or none of a kind we know."""
+
+
+def decode(data: bytes) -> Event:
+    """Decode one ProcessingRequest. Raises MalformedMessageError."""
+    try:
+        message = pb.ProcessingRequest.FromString(data)
+    except DecodeError as error:
+        raise MalformedMessageError("not a ProcessingRequest") from error
+    kind = message.WhichOneof("request")
+    if kind == "request_headers":
+        headers = message.request_headers
+        return RequestHeaders(_headers(headers), headers.end_of_stream, _subset(message), _protocol(message))
+    if kind == "request_body":
+        body = message.request_body
+        return RequestBody(body.body, body.end_of_stream, _subset(message))
+    if kind == "response_headers":
+        headers = message.response_headers
+        fields = _headers(headers)
+        return ResponseHeaders(_status(fields), fields, headers.end_of_stream, _served(message))
+    if kind == "response_body":
+        body = message.response_body
+        return ResponseBody(body.body, body.end_of_stream, _served(message))
+    if kind == "request_trailers":
+        return RequestTrailers()
+    if kind == "response_trailers":
+        return ResponseTrailers(_served(message))
+    raise MalformedMessageError("a ProcessingRequest of a kind that is not known here")
+
+
+Reply = HeadersReply | BodyReply | StreamedBody | TrailersReply | Immediate
+
+
+def encode(reply: Reply) -> bytes:
+    """Encode one ProcessingResponse."""
+    if isinstance(reply, StreamedBody | Immediate):
+        return _message(reply).SerializeToString()
+    return _PLAIN.get(reply) or _message(reply).SerializeToString()
+
+
+def _message(reply: Reply) -> pb.ProcessingResponse:
+    message = pb.ProcessingResponse()
+    if isinstance(reply, StreamedBody):
+        body = message.request_body if reply.side is Side.REQUEST else message.response_body
+        streamed = body.response.body_mutation.streamed_response
+        streamed.body, streamed.end_of_stream = reply.data, reply.end_of_stream
+        streamed.SetInParent()
+    elif isinstance(reply, Immediate):
+        immediate = message.immediate_response
+        immediate.status.code, immediate.body, immediate.details = reply.status, reply.body, reply.details
+        _set(immediate.headers, reply.headers)
+    elif isinstance(reply, TrailersReply):
+        (message.request_trailers if reply.side is Side.REQUEST else message.response_trailers).SetInParent()
+    else:
+        answer: pb.HeadersResponse | pb.BodyResponse
+        if isinstance(reply, HeadersReply):
+            answer = message.request_headers if reply.side is Side.REQUEST else message.response_headers
+        else:
+            answer = message.request_body if reply.side is Side.REQUEST else message.response_body
+        answer.SetInParent()
+        if reply.set_headers:
+            _set(answer.response.header_mutation, reply.set_headers)
+        if reply.remove_headers:
+            answer.response.header_mutation.remove_headers.extend(reply.remove_headers)
+        if reply.destination is not None:
+            fields = message.dynamic_metadata.fields[LB_METADATA].struct_value.fields
+            fields[DESTINATION].string_value = reply.destination
+    return message
+
+
+def _set(mutation: pb.HeaderMutation, headers: tuple[tuple[str, bytes], ...]) -> None:
+    for name, value in headers:
+        option = mutation.set_headers.add()
+        option.append_action = _OVERWRITE
+        option.header.key, option.header.raw_value = name, value
+
+
+_PLAIN = {
+    reply: _message(reply).SerializeToString()
+    for side in Side
+    for reply in (HeadersReply(side), BodyReply(side), TrailersReply(side))
+}
+"""Answers that change nothing; most answers are one of these."""
+
+
+def _headers(message: pb.HttpHeaders) -> dict[str, bytes]:
+    return {header.key: header.raw_value or header.value.encode() for header in message.headers.headers}
+
+
+def _status(headers: dict[str, bytes]) -> int | None:
+    value = headers.get(":status", b"")
+    return int(value) if len(value) == 3 and value.isdigit() else None
+
+
+def _protocol(message: pb.ProcessingRequest) -> ProtocolConfig | None:
+    if not message.HasField("protocol_config"):
+        return None
+    modes = message.protocol_config
+    request, response = _MODES.get(modes.request_body_mode), _MODES.get(modes.response_body_mode)
+    if request is None or response is None:
+        return None
+    return ProtocolConfig(request, response)
+
+
+def _metadata(message: pb.ProcessingRequest, namespace: str, key: str) -> Value | None:
+    if not message.HasField("metadata_context"):
+        return None
+    namespaces = message.metadata_context.filter_metadata
+    if namespace not in namespaces:
+        return None
+    return namespaces[namespace].fields.get(key)
+
+
+def _subset(message: pb.ProcessingRequest) -> tuple[str, ...] | None:
+    """The subset hint: a list, or a string with commas, of "ip" or "ip:port"; None when there is none."""
+    value = _metadata(message, SUBSET_METADATA, SUBSET)
+    if value is None:
+        return None
+    return tuple(part.strip() for text in _strings(value) for part in text.split(",") if part.strip())
+
+
+def _strings(value: Value) -> Iterator[str]:
+    kind = value.WhichOneof("kind")
+    if kind == "string_value":
+        yield value.string_value
+    elif kind == "list_value":
+        for item in value.list_value.values:
+            yield item.string_value
+
+
+def _served(message: pb.ProcessingRequest) -> str | None:
+    """The endpoint that answered: what the gateway says it was, else the upstream address Envoy used."""
+    value = _metadata(message, LB_METADATA, SERVED)
+    if value is not None and value.string_value:
+        return value.string_value
+    if _ATTRIBUTES in message.attributes:
+        fields: Struct = message.attributes[_ATTRIBUTES]
+        if _UPSTREAM_ADDRESS in fields.fields:
+            return fields.fields[_UPSTREAM_ADDRESS].string_value or None
+    return None
