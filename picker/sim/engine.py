@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from math import inf
 
 from picker.sim.block_cache import BlockCache, KeyedTokens
 from picker.sim.events import KvEvent
@@ -25,7 +26,10 @@ from picker.sim.events import KvEvent
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """How long one step takes, in seconds. The defaults resemble a 32B model on one H100-class server."""
+    """How long one step takes, in seconds. The defaults resemble a 32B model on one H100-class server.
+
+    Raises ValueError for a cost that is negative, and for a scale or speed that is not positive.
+    """
 
     base: float = 0.016
     """Of any step."""
@@ -39,6 +43,14 @@ class StepCost:
     """Of reading one token's keys and values while decoding."""
     speed: float = 1.0
     """Divides everything: 10 is an engine ten times as fast."""
+
+    def __post_init__(self) -> None:
+        for name in ("context_scale", "speed"):
+            if not 0 < getattr(self, name) < inf:
+                raise ValueError(f"{name} is {getattr(self, name)}: give a positive number")
+        for name in ("base", "per_prefill_token", "per_decode", "per_context_token"):
+            if not 0 <= getattr(self, name) < inf:
+                raise ValueError(f"{name} is {getattr(self, name)}: give a number >= 0")
 
     def prefill(self, chunk: int, computed: int) -> float:
         """Return the cost of `chunk` prompt tokens after `computed` ones."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 import random
 import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import groupby
 
 from picker.sim.block_cache import UINT32
 
@@ -41,30 +42,34 @@ def encode(text: str) -> array[int]:
 
 
 def decode(tokens: Iterable[int]) -> str:
-    """Return the text of `tokens`; bytes that are no UTF-8 by themselves become U+FFFD."""
-    return b"".join(
-        _CONTROL[token].encode() if token in _CONTROL else token.to_bytes(CELL, "little").rstrip(b"\0")
-        for token in tokens
-    ).decode("utf-8", "replace")
+    """Return the text of `tokens`; bytes that are no UTF-8, also where a character is cut, become U+FFFD."""
+    cells = array(UINT32, tokens)
+    return "".join(
+        _text(array(UINT32, group)) if control is None else control * len(list(group))
+        for control, group in groupby(cells, _CONTROL.get)
+    )
 
 
-def render_chat(messages: Iterable[tuple[str, str]], *, add_generation_prompt: bool = True) -> array[int]:
-    """Return the tokens of (role, text) messages in ChatML.
+def render_chat(
+    messages: Sequence[tuple[str, str]], *, add_generation_prompt: bool = True, open_end: bool = False
+) -> array[int]:
+    """Return the tokens of (role, text) messages in ChatML; `open_end` leaves the last message to be continued.
 
     Roles and texts start cells of their own, so a text has the same tokens wherever it stands, and a generated answer
     keeps its tokens when it comes back as an assistant message.
     """
-    newline = encode("\n")
     tokens = array(UINT32)
     for role, text in messages:
         tokens.append(IM_START)
-        tokens += _role(role)
+        tokens += _line(role)
         tokens += encode(text)
         tokens.append(IM_END)
-        tokens += newline
+        tokens += _line("")
+    if open_end:
+        del tokens[-2:]
     if add_generation_prompt:
         tokens.append(IM_START)
-        tokens += _role("assistant")
+        tokens += _line("assistant")
     return tokens
 
 
@@ -83,5 +88,11 @@ def _babble() -> array[int]:
     return encode("".join(random.Random(0).choices([word + " " for word in _WORDS.split()], k=_OUTPUT)))
 
 
-def _role(role: str) -> array[int]:
-    return encode(role + "\n")
+def _line(text: str) -> array[int]:
+    return encode(text + "\n")
+
+
+def _text(cells: array[int]) -> str:
+    if sys.byteorder == "big":
+        cells.byteswap()
+    return cells.tobytes().replace(b"\0", b"").decode("utf-8", "replace")

@@ -1,0 +1,115 @@
+"""`picker engine-sim`: serve one simulated engine from the command line."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+from dataclasses import fields
+from typing import get_args
+
+import msgspec
+import uvloop
+
+from picker.sim.config import EngineSimConfig, Flavour
+from picker.sim.engine import EngineLimits, StepCost
+from picker.sim.faults import MODES, Fault
+from picker.sim.server import start_engine
+
+_COST_HELP = {
+    "base": "seconds of any step",
+    "per_prefill_token": "seconds per prompt token without context",
+    "context_scale": "tokens of context that double the cost of a prompt token",
+    "per_decode": "seconds per generated token",
+    "per_context_token": "seconds per token of context read while decoding",
+    "speed": "divides all of these: 10 is ten times as fast",
+}
+_LIMITS_HELP = {
+    "block_size": "tokens per KV block",
+    "num_gpu_blocks": "KV blocks, the unusable null block included",
+    "max_num_batched_tokens": "tokens computed per step",
+    "max_num_seqs": "requests that run at once",
+    "watermark": "share of the blocks that stays free when a request is admitted",
+    "max_model_len": "tokens of prompt and answer together",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command to `parser`."""
+    defaults = EngineSimConfig()
+    parser.add_argument("--host", default=defaults.host, help="address to listen on (%(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on, 0 for any (%(default)s)")
+    parser.add_argument("--name", default=defaults.name, help="sent as x-engine with every response (%(default)s)")
+    parser.add_argument("--model", default=defaults.model, help="served model name (%(default)s)")
+    parser.add_argument("--lora", default="", metavar="A,B", help="names of LoRA adapters, separated by commas")
+    parser.add_argument("--any-model", action="store_true", help="serve any model name instead of answering 404")
+    parser.add_argument(
+        "--engine", choices=get_args(Flavour), default=defaults.flavour, help="whose metric names to use (%(default)s)"
+    )
+    parser.add_argument("--max-waiting", type=int, default=defaults.max_waiting, help="queue length (%(default)s)")
+    parser.add_argument("--grace", type=float, default=defaults.grace, help="seconds to finish in (%(default)s)")
+    for group, help_of in ((defaults.limits, _LIMITS_HELP), (defaults.cost, _COST_HELP)):
+        for field in fields(group):
+            default = getattr(group, field.name)
+            parser.add_argument(
+                _option(field.name), type=type(default), default=default, help=f"{help_of[field.name]} (%(default)s)"
+            )
+    parser.add_argument("--fault", choices=MODES, default="none", help="what goes wrong from the start (%(default)s)")
+    for name in ("status", "factor", "share", "after_chunks"):
+        default = getattr(defaults.fault, name)
+        parser.add_argument(f"--fault-{name.replace('_', '-')}", type=type(default), default=default)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until SIGTERM or SIGINT. Returns the exit status: 2 for settings that make no sense or a port in use."""
+    try:
+        config = _config(args)
+        uvloop.run(_serve(config))
+    except (ValueError, OSError) as error:
+        sys.stderr.write(f"engine-sim: {error}\n")
+        return 2
+    return 0
+
+
+async def _serve(config: EngineSimConfig) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    engine = await start_engine(config)
+    sys.stdout.write(f"engine-sim {config.name} listening on {engine.url}\n")
+    sys.stdout.flush()
+    await stop.wait()
+    await engine.close()
+
+
+def _config(args: argparse.Namespace) -> EngineSimConfig:
+    faults = {
+        "mode": args.fault,
+        "status": args.fault_status,
+        "factor": args.fault_factor,
+        "share": args.fault_share,
+        "after_chunks": args.fault_after_chunks,
+    }
+    try:
+        fault = msgspec.convert(faults, Fault)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"the --fault options: {error}") from None
+    return EngineSimConfig(
+        name=args.name,
+        model=args.model,
+        loras=tuple(name for name in args.lora.split(",") if name),
+        any_model=args.any_model,
+        host=args.host,
+        port=args.port,
+        flavour=args.engine,
+        limits=EngineLimits(**{field.name: getattr(args, field.name) for field in fields(EngineLimits)}),
+        cost=StepCost(**{field.name: getattr(args, field.name) for field in fields(StepCost)}),
+        max_waiting=args.max_waiting,
+        fault=fault,
+        grace=args.grace,
+    )
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")

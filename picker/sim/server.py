@@ -1,0 +1,323 @@
+"""The HTTP face of a simulated engine: vLLM's, on aiohttp."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import xxhash
+from aiohttp import web
+
+from picker.sim import openai
+from picker.sim.answers import (
+    Answer,
+    ChatAnswer,
+    CompletionAnswer,
+    MessagesAnswer,
+    ResponsesAnswer,
+    Usage,
+    encode_json,
+    error_body,
+)
+from picker.sim.block_cache import key_tokens
+from picker.sim.config import EngineSimConfig
+from picker.sim.driver import Driver, Generation
+from picker.sim.engine import Engine, Request, Running
+from picker.sim.events import KvEvent
+from picker.sim.exposition import exposition
+from picker.sim.faults import Fault, Faults
+from picker.sim.openai import ApiError, Call, bad_request
+from picker.sim.tokenizer import decode, generate
+
+VERSION = "0.32.0+sim"
+"""The vLLM release whose behaviour is imitated."""
+MAX_BODY = 64 * 1024 * 1024
+JSON = "application/json"
+EVENT_STREAM = "text/event-stream; charset=utf-8"
+
+
+@dataclass(frozen=True, slots=True)
+class Api:
+    """One way to ask for text."""
+
+    read: Callable[[bytes], Call]
+    answer: type[Answer]
+    prefix: str
+    """Of the identities of its answers."""
+
+
+APIS = {
+    "/v1/completions": Api(openai.completion, CompletionAnswer, "cmpl-"),
+    "/v1/chat/completions": Api(openai.chat, ChatAnswer, "chatcmpl-"),
+    "/v1/responses": Api(openai.responses, ResponsesAnswer, "resp_"),
+    "/v1/messages": Api(openai.messages, MessagesAnswer, "msg_"),
+}
+
+
+class EngineServer:
+    """Handlers of one engine. Needs a running event loop."""
+
+    def __init__(self, config: EngineSimConfig, publish: Callable[[list[KvEvent], float], None] | None = None) -> None:
+        self.config = config
+        self.engine = Engine(config.limits, config.cost, publish)
+        self.driver = Driver(self.engine)
+        self.faults = Faults()
+        self.refused: Counter[int] = Counter()
+        self._created = int(time.time())
+        self._number = 0
+        self._set_fault(config.fault)
+
+    def application(self) -> web.Application:
+        """Return the aiohttp application with all routes."""
+        app = web.Application(client_max_size=MAX_BODY, middlewares=[self._errors])
+        app.on_response_prepare.append(self._sign)
+        for path, api in APIS.items():
+            app.router.add_post(path, self._generating(api))
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/version", self._version)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/sim/stats", self._stats)
+        app.router.add_post("/sim/faults", self._faults)
+        app.router.add_post("/tokenize", self._tokenize)
+        app.router.add_post("/reset_prefix_cache", self._reset)
+        return app
+
+    def stats(self) -> dict[str, Any]:
+        """Return what happened so far, for tests and people."""
+        engine, counts = self.engine, self.driver.counts
+        return {
+            "name": self.config.name,
+            "requests": counts["submitted"],
+            "finished": counts["finished"],
+            "aborted": counts["aborted"],
+            "refused": {str(status): count for status, count in self.refused.items()},
+            "prompt_tokens": counts["prompt_tokens"],
+            "cached_tokens": engine.prefix_hits,
+            "generated_tokens": counts["generated_tokens"],
+            "running": engine.running,
+            "waiting": engine.waiting,
+            "steps": engine.steps,
+            "evictions": engine.cache.evictions,
+            "preemptions": engine.preemptions,
+            "used_blocks": engine.cache.used,
+            "usable_blocks": engine.cache.usable,
+            "faults": dict(self.faults.counts),
+        }
+
+    def _generating(self, api: Api) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            fault = self.faults.next()
+            if fault.mode == "error":
+                raise ApiError(fault.status, "InternalServerError", "this engine was told to fail")
+            call = api.read(await request.read())
+            model, lora = self._model(call.model)
+            identity = api.prefix + (request.headers.get("X-Request-Id") or uuid.uuid4().hex)
+            answer = api.answer(call, identity, model, int(time.time()))
+            generation = self._start(call, lora)
+            try:
+                if call.stream:
+                    return await self._stream(request, answer, generation, fault)
+                await generation.news()
+                if fault.mode in ("abort", "hang"):
+                    await _misbehave(fault, request)
+                texts, usages = _texts(generation), self._usages(generation)
+                return web.Response(body=answer.whole(texts, _total(usages)), content_type=JSON)
+            finally:
+                self.driver.cancel(generation)
+
+        return handle
+
+    def _start(self, call: Call, lora: str | None) -> Generation:
+        waiting = self.engine.waiting
+        if waiting + len(call.prompts) > self.config.max_waiting:
+            raise ApiError(503, "ServiceUnavailableError", f"{waiting} requests are waiting, try again later")
+        limit = self.config.limits.context
+        longest = max(map(len, call.prompts))
+        if longest + call.max_tokens > limit:
+            raise bad_request(
+                f"This model's maximum context length is {limit} tokens. However, you requested {call.max_tokens} output "
+                f"tokens and your prompt contains {longest} input tokens. Shorten the prompt or lower max_tokens.",
+                "max_tokens",
+            )
+        requests = []
+        for prompt in call.prompts:
+            self._number += 1
+            output = generate(xxhash.xxh3_64_intdigest(prompt), call.max_tokens)
+            content = key_tokens(
+                prompt + output, self.config.limits.block_size, lora_name=lora, cache_salt=call.cache_salt
+            )
+            requests.append(Request(str(self._number), content, len(prompt), call.read_cache))
+        return self.driver.start(requests, streaming=call.stream)
+
+    async def _stream(
+        self, request: web.Request, answer: Answer, generation: Generation, fault: Fault
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": EVENT_STREAM})
+        await response.prepare(request)
+        sent = [0] * len(generation.members)
+        chunks = 0
+        while True:
+            if fault.mode in ("abort", "hang") and chunks >= fault.after_chunks:
+                await _misbehave(fault, request)
+            await generation.news()
+            usages = self._usages(generation)
+            parts = [] if chunks else [answer.opening([Usage(usage.prompt, 0, usage.cached) for usage in usages])]
+            for index, (member, usage) in enumerate(zip(generation.members, usages, strict=True)):
+                if usage.completion > sent[index]:
+                    text = _text(member, sent[index], usage.completion)
+                    last = member.request.prompt_tokens + usage.completion == member.total
+                    parts.append(answer.delta(index, text, usage, last=last))
+                    sent[index] = usage.completion
+            chunks += 1
+            if not generation.unfinished:
+                parts.append(answer.closing(_texts(generation), _total(usages)))
+                await response.write(b"".join(parts))
+                return response
+            await response.write(b"".join(parts))
+
+    def _usages(self, generation: Generation) -> list[Usage]:
+        return [
+            Usage(member.request.prompt_tokens, self.engine.generated(member), member.cached_tokens or 0)
+            for member in generation.members
+        ]
+
+    def _model(self, name: str | None) -> tuple[str, str | None]:
+        """Return the model to name in the answer, and the LoRA adapter to use."""
+        if name is None or name == self.config.model:
+            return self.config.model, None
+        if name in self.config.loras:
+            return name, name
+        if self.config.any_model:
+            return name, None
+        raise ApiError(404, "NotFoundError", f"The model `{name}` does not exist.", "model")
+
+    def _set_fault(self, fault: Fault) -> None:
+        self.faults.set(fault)
+        self.engine.slow = self.faults.slow
+
+    @web.middleware
+    async def _errors(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except ApiError as error:
+            self.refused[error.status] += 1
+            return web.Response(status=error.status, body=error_body(error), content_type=JSON)
+
+    async def _sign(self, _: web.Request, response: web.StreamResponse) -> None:
+        response.headers["x-engine"] = self.config.name
+
+    async def _models(self, _: web.Request) -> web.Response:
+        names = (self.config.model, *self.config.loras)
+        cards = [
+            {
+                "id": name,
+                "object": "model",
+                "created": self._created,
+                "owned_by": self.config.flavour,
+                "root": name,
+                "parent": None if name == self.config.model else self.config.model,
+                "max_model_len": self.config.limits.context,
+            }
+            for name in names
+        ]
+        return _json({"object": "list", "data": cards})
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _version(self, _: web.Request) -> web.Response:
+        return _json({"version": VERSION})
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        body = exposition(self.config, self.driver, time.time())
+        return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    async def _stats(self, _: web.Request) -> web.Response:
+        return _json(self.stats())
+
+    async def _faults(self, request: web.Request) -> web.Response:
+        try:
+            fault = msgspec.json.decode(await request.read(), type=Fault)
+        except msgspec.DecodeError as error:
+            raise bad_request(f"the body is no fault: {error}") from None
+        self._set_fault(fault)
+        return _json(fault)
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        model, tokens, texts = openai.tokenize(await request.read())
+        self._model(model)
+        limit = self.config.limits.context
+        return _json({"count": len(tokens), "max_model_len": limit, "tokens": tokens.tolist(), "token_strs": texts})
+
+    async def _reset(self, _: web.Request) -> web.Response:
+        """Empty the cache. Like vLLM, answer 200 also when running requests prevent it."""
+        return _json({"reset": self.engine.reset_prefix_cache()})
+
+
+@dataclass(frozen=True, slots=True)
+class RunningEngine:
+    """An engine that serves. `close` ends it, giving running requests the configured grace."""
+
+    url: str
+    port: int
+    stats: Callable[[], dict[str, Any]]
+    close: Callable[[], Awaitable[None]]
+
+
+async def start_engine(
+    config: EngineSimConfig, publish: Callable[[list[KvEvent], float], None] | None = None
+) -> RunningEngine:
+    """Serve an engine on the running loop. `publish` gets its cache events, per step. Raises OSError."""
+    server = EngineServer(config, publish)
+    runner = web.AppRunner(
+        server.application(), access_log=None, handler_cancellation=True, shutdown_timeout=config.grace
+    )
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, config.host, config.port).start()
+    except OSError:
+        await runner.cleanup()
+        raise
+    port = runner.addresses[0][1]
+    task = asyncio.create_task(server.driver.run(), name=f"engine {config.name}")
+
+    async def close() -> None:
+        await runner.cleanup()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    return RunningEngine(f"http://{host}:{port}", port, server.stats, close)
+
+
+def _json(value: Any) -> web.Response:
+    return web.Response(body=encode_json(value), content_type=JSON)
+
+
+def _total(usages: Sequence[Usage]) -> Usage:
+    return sum(usages, Usage(0, 0, 0))
+
+
+def _texts(generation: Generation) -> list[str]:
+    return [_text(member, 0, member.total - member.request.prompt_tokens) for member in generation.members]
+
+
+def _text(member: Running, first: int, last: int) -> str:
+    start = member.request.prompt_tokens
+    return decode(member.request.content.tokens[start + first : start + last])
+
+
+async def _misbehave(fault: Fault, request: web.Request) -> None:
+    """Break the connection, or wait until the client or the end of the server does."""
+    if fault.mode == "abort" and request.transport is not None:
+        request.transport.abort()
+    await asyncio.Event().wait()
