@@ -19,6 +19,7 @@ from picker.io.transport.tls import CertificateSource
 logger = structlog.get_logger(__name__)
 
 _STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
+_TURNS_TO_CANCEL = 3
 _DRAIN_SECONDS = 24 * 3600.0
 
 
@@ -96,7 +97,7 @@ class _Methods(grpc.GenericRpcHandler):
 
     def __init__(self, services: Services, limits: Limits, counters: TransportCounters) -> None:
         self._methods: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
-            path: grpc.stream_stream_rpc_method_handler(_Method(path, make, limits, counters))
+            path: grpc.stream_stream_rpc_method_handler(_Method(path, make, limits, counters).run)
             for path, make in services.items()
         }
 
@@ -113,7 +114,7 @@ class _Method:
         self._limits = limits
         self._counters = counters
 
-    async def __call__(self, _requests: object, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+    async def run(self, _requests: object, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
         counters = self._counters
         counters.streams_opened += 1
         counters.streams_open += 1
@@ -147,7 +148,11 @@ class _Method:
                 if call.over:
                     return
                 if message is grpc.aio.EOF:
-                    handler.half_closed()
+                    # A cancelled RPC looks like this too, until grpcio has got to cancelling its task.
+                    for _ in range(_TURNS_TO_CANCEL):
+                        await asyncio.sleep(0)
+                    if not call.over:
+                        handler.half_closed()
                     return
                 handler.message(message)
                 await call.room.wait()
