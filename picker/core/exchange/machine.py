@@ -268,7 +268,7 @@ class Exchange:
         self._chunks = []
         # After PROBING the mode is still unknown: any answer to a body might be of the wrong shape.
         silent = self._mode is _DUPLEX or self.state is State.PROBING
-        self._enter(State.SETTLED if silent else State.PASSING)
+        self._enter(State.MOOT if silent else State.PASSING)
         return (*answers, *self.receive(event))
 
     # Request body and trailers outside full duplex
@@ -370,7 +370,7 @@ class Exchange:
         return _ANSWER_TRAILERS
 
     def _settled_body(self, _event: RequestBody) -> Effects:
-        return _DUPLICATE if self._body_over else _NOTHING
+        return _DUPLICATE
 
     # The response
 

@@ -22,8 +22,9 @@ the first one carries the destination) or DECIDING_DUPLEX (the body is kept, to 
 and `Exchange.decided` leads out. The response half needs no states of its own: each message is answered at once.
 
 A response that overtakes the decision comes from Envoy itself (413, a timeout) or from another filter, never from an
-endpoint, for none was told. It settles the request half: what is owed is answered plainly, no `Decide` follows, and a
-decision still pending ends in `Finish(success=False)` whatever the status. Informational responses (1xx) overtake nothing.
+endpoint, for none was told. It makes the request half moot: what is owed is answered plainly, no `Decide` follows, and
+a decision still pending ends in `Finish(success=False)` whatever the status. Informational responses (1xx) overtake
+nothing.
 
 An Envoy too old to state its modes (`protocol` is None) is told apart by evidence when configuration does not say
 (`assumed_request_body`): while the headers answer is withheld, only full duplex goes on sending. PROBING waits for that,
@@ -66,7 +67,9 @@ class State(StrEnum):
     ECHOING = "echoing"
     """Full duplex, headers answered: the rest of the body goes back as it comes."""
     SETTLED = "settled"
-    """Full duplex: the request half is over, and no body message gets an answer any more."""
+    """Full duplex: the whole body went back, and no body message gets an answer any more."""
+    MOOT = "moot"
+    """Full duplex, or perhaps: a response overtook the headers answer, so the request gets no answer any more."""
     SILENT = "silent"
     """The stream ended, or we answered the client ourselves: nothing gets an answer any more."""
 
@@ -95,14 +98,14 @@ TRANSITIONS: Final[Mapping[State, _Actions]] = {
         RequestHeaders: ("open", (_S.DECIDING, _S.BUFFERING, _S.COLLECTING, _S.PROBING)),
         RequestBody: ("body_without_headers", (_S.DECIDING, _S.ECHOING, _S.SETTLED, _S.PASSING)),
         RequestTrailers: ("unexpected_trailers", (_S.PASSING,)),
-        **_overtaken(_S.PASSING, _S.SETTLED),
+        **_overtaken(_S.PASSING, _S.MOOT),
     },
     _S.PROBING: {
         RequestHeaders: ("headers_while_withheld", ()),
         RequestBody: ("duplex_by_evidence", (_S.COLLECTING, _S.DECIDING_DUPLEX)),
         RequestTrailers: ("duplex_by_evidence", (_S.DECIDING_DUPLEX,)),
         TimerFired: ("buffered_by_silence", (_S.BUFFERING,)),
-        **_overtaken(_S.SETTLED),
+        **_overtaken(_S.MOOT),
     },
     _S.BUFFERING: {
         RequestHeaders: ("headers_again", ()),
@@ -114,19 +117,19 @@ TRANSITIONS: Final[Mapping[State, _Actions]] = {
         RequestHeaders: ("headers_while_withheld", ()),
         RequestBody: ("collect", (_S.DECIDING_DUPLEX,)),
         RequestTrailers: ("collected_by_trailers", (_S.DECIDING_DUPLEX,)),
-        **_overtaken(_S.SETTLED),
+        **_overtaken(_S.MOOT),
     },
     _S.DECIDING: {
         RequestHeaders: ("headers_while_withheld", ()),
         RequestBody: ("owe_body", ()),
         RequestTrailers: ("owe_trailers", ()),
-        **_overtaken(_S.PASSING, _S.SETTLED),
+        **_overtaken(_S.PASSING, _S.MOOT),
     },
     _S.DECIDING_DUPLEX: {
         RequestHeaders: ("headers_while_withheld", ()),
         RequestBody: ("keep", ()),
         RequestTrailers: ("keep_trailers", ()),
-        **_overtaken(_S.SETTLED),
+        **_overtaken(_S.MOOT),
     },
     _S.PASSING: {
         RequestHeaders: ("headers_again", ()),
@@ -146,6 +149,7 @@ TRANSITIONS: Final[Mapping[State, _Actions]] = {
         RequestTrailers: ("unexpected_trailers", ()),
         **_ANSWERED,
     },
+    _S.MOOT: _ANSWERED,
     _S.SILENT: {},
 }
 
