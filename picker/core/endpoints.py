@@ -39,6 +39,9 @@ class Endpoint(Struct, frozen=True):
 
 NOBODY = Endpoint(name="", address="")
 
+_SENSELESS = 1e12
+"""No load of an engine is this large; arithmetic with smaller values stays finite."""
+
 
 class EngineMetrics(Struct, frozen=True):
     """What one scrape of an engine said; None where it said nothing.
@@ -113,15 +116,15 @@ class EndpointTable:
         return added, removed
 
     def observe(self, slot: int, metrics: EngineMetrics, now: float) -> None:
-        """Take over what a scrape said."""
-        for array, value in (
-            (self.waiting, metrics.waiting),
-            (self.running, metrics.running),
-            (self.kv_usage, metrics.kv_usage),
-            (self.ttft, metrics.ttft),
-            (self.tpot, metrics.tpot),
+        """Take over what a scrape said. Negative, endless and NaN are unknown; a cache more than full is full."""
+        for array, value, most in (
+            (self.waiting, metrics.waiting, _SENSELESS),
+            (self.running, metrics.running, _SENSELESS),
+            (self.kv_usage, metrics.kv_usage, 1.0),
+            (self.ttft, metrics.ttft, _SENSELESS),
+            (self.tpot, metrics.tpot, _SENSELESS),
         ):
-            array[slot] = np.nan if value is None else value
+            array[slot] = min(value, most) if value is not None and 0 <= value < np.inf else np.nan
         if metrics.models is not None:
             self.models[slot] = metrics.models
         self.observed_at[slot] = now

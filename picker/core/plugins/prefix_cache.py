@@ -46,15 +46,18 @@ class PrefixCacheProducer:
 
     def __init__(self, args: PrefixCacheArgs, on_evict: Callable[[str], None]) -> None:
         self._args = args.effective()
+        self._on_evict = on_evict
         self.index = PrefixIndex(self._args.maxHashCacheSize, on_evict)
 
     def reconfigure(self, args: PrefixCacheArgs) -> bool:
         """Take new arguments over; False when entries had to go, because blocks have another size now."""
         args = args.effective()
         kept = args.blockSizeToHash == self._args.blockSizeToHash
-        if not kept:
-            self.index.clear()
-        self.index.resize(args.maxHashCacheSize)
+        if kept:
+            self.index.resize(args.maxHashCacheSize)
+        else:
+            # Requests on their way keep the old index, so that they cannot record blocks of the old size in the new.
+            self.index = PrefixIndex(args.maxHashCacheSize, self._on_evict)
         self._args = args
         return kept
 
@@ -66,13 +69,13 @@ class PrefixCacheProducer:
         chains = [
             block_hashes(prompt.model, text, args.blockSizeToHash, args.maxBlocksToMatch) for text in prompt.texts
         ]
-        size = len(candidates.table.endpoints)
-        by_slot = np.zeros(size, np.int64)
+        by_slot = np.zeros(len(candidates.table.endpoints), np.int64)
         for chain in chains:
-            for blocks, mask in _longest(self.index.match(chain, candidates.mask), args.topKMatches, rng):
+            for blocks, mask in self.index.match(chain, candidates.mask):
                 _add(by_slot, mask, blocks)
-        info = MatchInfo(by_slot[candidates.slots], sum(map(len, chains)), "blocks")
-        return PrefixMatch(self, prompt.model, chains, info)
+        matched = by_slot[candidates.slots]
+        _keep_longest(matched, args.topKMatches, rng)
+        return PrefixMatch(self.index, prompt.model, chains, MatchInfo(matched, sum(map(len, chains)), "blocks"))
 
     def forget(self, slot: int) -> None:
         self.index.forget(slot)
@@ -81,13 +84,13 @@ class PrefixCacheProducer:
 class PrefixMatch(NamedTuple):
     """A prompt's blocks and who has how many of them."""
 
-    producer: PrefixCacheProducer
+    prefixes: PrefixIndex
     model: str
     chains: Sequence[Sequence[int]]
     info: MatchInfo
 
     def picked(self, slot: int) -> PrefixLearning:
-        hold = self.producer.index.hold
+        hold = self.prefixes.hold
         return PrefixLearning(self, [hold(slot, chain) for chain in self.chains])
 
 
@@ -100,12 +103,12 @@ class PrefixLearning(NamedTuple):
     def confirm(self, slot: int | None) -> None:
         if slot is not None:
             for chain in self.match.chains:
-                self.match.producer.index.record(slot, self.match.model, chain)
+                self.match.prefixes.record(slot, self.match.model, chain)
         self.undo()
 
     def undo(self) -> None:
         for hold in self.holds:
-            self.match.producer.index.release(hold)
+            self.match.prefixes.release(hold)
 
 
 class PrefixScorer:
@@ -121,26 +124,14 @@ class PrefixScorer:
         return np.trunc(match.matched / match.total * 100.0)
 
 
-def _longest(groups: list[tuple[int, int]], most: int, rng: Rng) -> list[tuple[int, int]]:
-    """Cut groups of `(blocks, slots)`, longest first, to `most` slots altogether."""
-    chosen = []
-    for blocks, mask in groups:
-        if most <= 0:
-            break
-        if mask.bit_count() > most:
-            mask = sum(rng.sample(_bits(mask), most))  # noqa: PLW2901
-        chosen.append((blocks, mask))
-        most -= mask.bit_count()
-    return chosen
-
-
-def _bits(mask: int) -> list[int]:
-    bits = []
-    while mask:
-        lowest = mask & -mask
-        bits.append(lowest)
-        mask ^= lowest
-    return bits
+def _keep_longest(matched: Integers, most: int, rng: Rng) -> None:
+    """Set all but the `most` longest matches to none, by chance among equals."""
+    if np.count_nonzero(matched) <= most:
+        return
+    shortest = sorted(matched.tolist())[-most]
+    equal = (matched == shortest).nonzero()[0].tolist()
+    matched[matched <= shortest] = 0
+    matched[rng.sample(equal, most - int(np.count_nonzero(matched)))] = shortest
 
 
 def _add(by_slot: Integers, mask: int, blocks: int) -> None:

@@ -117,12 +117,6 @@ class PrefixIndex:
         for digest in {**self._recorded.pop(slot, {}), **self._held.pop(slot, {})}:
             self._hide(slot, digest)
 
-    def clear(self) -> None:
-        """Drop everything, held blocks too."""
-        self._masks.clear()
-        self._recorded.clear()
-        self._held.clear()
-
     def resize(self, capacity: int) -> None:
         """Change the capacity; longer lists shrink at once, which counts as eviction."""
         self._capacity = capacity

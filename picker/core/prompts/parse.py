@@ -81,6 +81,8 @@ def _completions(body: _Body) -> tuple[bytes, ...] | None:
 
 def _tokens(prompts: list[Any]) -> tuple[bytes, ...] | None:
     """Token ids as four bytes each, so that sixteen tokens fill a default block. None: not token ids."""
+    if not all(isinstance(tokens, list) for tokens in prompts):
+        return None
     try:
         return tuple(array("I", tokens).tobytes() for tokens in prompts)
     except (TypeError, OverflowError):
@@ -119,9 +121,10 @@ def parse(path: str, body: bytes, *, content_encoding: bytes = b"") -> Prompt:
         return Prompt(unused=Unused.CONTENT_ENCODING)
     try:
         fields = _decode(body)
-    except (msgspec.ValidationError, msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        refused = isinstance(error, msgspec.ValidationError)
-        return Prompt(unused=Unused.NOT_AN_OBJECT if refused else Unused.INVALID_JSON)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        # A number out of range is refused like a value of another type, wherever it stands.
+        other = isinstance(error, msgspec.ValidationError) and not body.lstrip().startswith(b"{")
+        return Prompt(unused=Unused.NOT_AN_OBJECT if other else Unused.INVALID_JSON)
     model = fields.model[:MAX_MODEL_LENGTH] if isinstance(fields.model, str) else ""
     stream = fields.stream is True
     path = path.partition("?")[0].rstrip("/")
