@@ -13,9 +13,9 @@ import msgspec
 import uvloop
 
 from picker.sim.config import EngineSimConfig, Flavour
-from picker.sim.engine import EngineLimits, StepCost
 from picker.sim.faults import MODES, Fault
-from picker.sim.server import start_engine
+from picker.sim.launch import start_engine
+from picker.sim.limits import EngineLimits, StepCost
 
 _COST_HELP = {
     "base": "seconds of any step",
@@ -63,24 +63,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT. Returns the exit status: 2 for settings that make no sense or a port in use."""
-    try:
-        config = _config(args)
-        uvloop.run(_serve(config))
-    except (ValueError, OSError) as error:
-        sys.stderr.write(f"engine-sim: {error}\n")
-        return 2
-    return 0
+    return uvloop.run(_serve(args))
 
 
-async def _serve(config: EngineSimConfig) -> None:
+async def _serve(args: argparse.Namespace) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    engine = await start_engine(config)
+    try:
+        config = _config(args)
+        engine = await start_engine(config)
+    except (ValueError, OSError) as error:
+        sys.stderr.write(f"engine-sim: {error}\n")
+        return 2
     sys.stdout.write(f"engine-sim {config.name} listening on {engine.url}\n")
     sys.stdout.flush()
-    await stop.wait()
+    stopped, failed = asyncio.create_task(stop.wait()), asyncio.ensure_future(engine.failed())
+    await asyncio.wait({stopped, failed}, return_when=asyncio.FIRST_COMPLETED)
     await engine.close()
+    if not stopped.done():
+        await failed  # raises why
+    return 0
 
 
 def _config(args: argparse.Namespace) -> EngineSimConfig:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from picker.sim.engine import EngineLimits, StepCost
 from picker.sim.faults import HEALTHY, Fault
+from picker.sim.limits import EngineLimits, StepCost
 
 Flavour = Literal["vllm", "sglang"]
 

@@ -16,6 +16,10 @@ A timer is up to a millisecond late, which would otherwise make every step longe
 for the speed that was asked for, and the engine is as fast as it can be."""
 
 
+class EngineDeadError(Exception):
+    """The engine's task failed; no request will ever be answered."""
+
+
 class Generation:
     """The requests of one call, from submission to the last token."""
 
@@ -23,12 +27,15 @@ class Generation:
         self.members = members
         self.streaming = streaming
         self.unfinished = len(members)
+        self.dead = False
         self._news = asyncio.Event()
 
     async def news(self) -> None:
-        """Wait for more tokens when streaming, for all of them otherwise."""
+        """Wait for more tokens when streaming, for all of them otherwise. Raises EngineDeadError."""
         await self._news.wait()
         self._news.clear()
+        if self.dead:
+            raise EngineDeadError
 
     def tell(self) -> None:
         """Wake the waiter."""
@@ -40,6 +47,7 @@ class Driver:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.dead = False
         self.time_to_first_token = Histogram(TIME_TO_FIRST_TOKEN_BUCKETS)
         self.inter_token = Histogram(INTER_TOKEN_BUCKETS)
         self.counts: Counter[str] = Counter(submitted=0, finished=0, aborted=0, prompt_tokens=0, generated_tokens=0)
@@ -49,16 +57,11 @@ class Driver:
         self._clock = asyncio.get_running_loop().time
 
     def start(self, requests: Sequence[Request], *, streaming: bool) -> Generation:
-        """Submit the requests of a call. Raises ValueError, and submits none, when one could never run."""
+        """Submit the requests of a call. Raises EngineDeadError, and ValueError as `Engine.submit` does."""
+        if self.dead:
+            raise EngineDeadError
         now = self._clock()
-        members: list[Running] = []
-        try:
-            for request in requests:
-                members.append(self.engine.submit(request, now))  # noqa: PERF401 - to undo what was submitted
-        except ValueError:
-            for member in members:
-                self.engine.abort(member.request.id)
-            raise
+        members = [self.engine.submit(request, now) for request in requests]
         generation = Generation(members, streaming=streaming)
         for member in members:
             self._generations[member.request.id] = generation
@@ -76,7 +79,17 @@ class Driver:
                 self.counts["aborted"] += 1
 
     async def run(self) -> None:
-        """Drive the engine until cancelled."""
+        """Drive the engine until cancelled. When that fails, every request fails too, now and from now on."""
+        try:
+            await self._steps()
+        except Exception:
+            self.dead = True
+            for generation in self._generations.values():
+                generation.dead = True
+                generation.tell()
+            raise
+
+    async def _steps(self) -> None:
         start = last = self._clock()
         while True:
             end = self.engine.next_step(start)

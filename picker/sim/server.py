@@ -27,7 +27,7 @@ from picker.sim.answers import (
 )
 from picker.sim.block_cache import key_tokens
 from picker.sim.config import EngineSimConfig
-from picker.sim.driver import Driver, Generation
+from picker.sim.driver import Driver, EngineDeadError, Generation
 from picker.sim.engine import Engine, Request, Running
 from picker.sim.events import KvEvent
 from picker.sim.exposition import exposition
@@ -138,7 +138,7 @@ class EngineServer:
         waiting = self.engine.waiting
         if waiting + len(call.prompts) > self.config.max_waiting:
             raise ApiError(503, "ServiceUnavailableError", f"{waiting} requests are waiting, try again later")
-        limit = self.config.limits.context
+        limit = self.config.limits.context_length
         longest = max(map(len, call.prompts))
         if longest + call.max_tokens > limit:
             raise bad_request(
@@ -166,7 +166,10 @@ class EngineServer:
         while True:
             if fault.mode in ("abort", "hang") and chunks >= fault.after_chunks:
                 await _misbehave(fault, request)
-            await generation.news()
+            try:
+                await generation.news()
+            except EngineDeadError:
+                await _misbehave(Fault(mode="abort"), request)  # too late for another status
             usages = self._usages(generation)
             parts = [] if chunks else [answer.opening([Usage(usage.prompt, 0, usage.cached) for usage in usages])]
             for index, (member, usage) in enumerate(zip(generation.members, usages, strict=True)):
@@ -208,7 +211,8 @@ class EngineServer:
     ) -> web.StreamResponse:
         try:
             return await handler(request)
-        except ApiError as error:
+        except (ApiError, EngineDeadError) as failure:
+            error = failure if isinstance(failure, ApiError) else ApiError(500, "EngineDeadError", "the engine failed")
             self.refused[error.status] += 1
             return web.Response(status=error.status, body=error_body(error), content_type=JSON)
 
@@ -225,14 +229,14 @@ class EngineServer:
                 "owned_by": self.config.flavour,
                 "root": name,
                 "parent": None if name == self.config.model else self.config.model,
-                "max_model_len": self.config.limits.context,
+                "max_model_len": self.config.limits.context_length,
             }
             for name in names
         ]
         return _json({"object": "list", "data": cards})
 
     async def _health(self, _: web.Request) -> web.Response:
-        return web.Response()
+        return web.Response(status=503 if self.driver.dead else 200)
 
     async def _version(self, _: web.Request) -> web.Response:
         return _json({"version": VERSION})
@@ -255,48 +259,12 @@ class EngineServer:
     async def _tokenize(self, request: web.Request) -> web.Response:
         model, tokens, texts = openai.tokenize(await request.read())
         self._model(model)
-        limit = self.config.limits.context
+        limit = self.config.limits.context_length
         return _json({"count": len(tokens), "max_model_len": limit, "tokens": tokens.tolist(), "token_strs": texts})
 
     async def _reset(self, _: web.Request) -> web.Response:
         """Empty the cache. Like vLLM, answer 200 also when running requests prevent it."""
         return _json({"reset": self.engine.reset_prefix_cache()})
-
-
-@dataclass(frozen=True, slots=True)
-class RunningEngine:
-    """An engine that serves. `close` ends it, giving running requests the configured grace."""
-
-    url: str
-    port: int
-    stats: Callable[[], dict[str, Any]]
-    close: Callable[[], Awaitable[None]]
-
-
-async def start_engine(
-    config: EngineSimConfig, publish: Callable[[list[KvEvent], float], None] | None = None
-) -> RunningEngine:
-    """Serve an engine on the running loop. `publish` gets its cache events, per step. Raises OSError."""
-    server = EngineServer(config, publish)
-    runner = web.AppRunner(
-        server.application(), access_log=None, handler_cancellation=True, shutdown_timeout=config.grace
-    )
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, config.host, config.port).start()
-    except OSError:
-        await runner.cleanup()
-        raise
-    port = runner.addresses[0][1]
-    task = asyncio.create_task(server.driver.run(), name=f"engine {config.name}")
-
-    async def close() -> None:
-        await runner.cleanup()
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-    host = f"[{config.host}]" if ":" in config.host else config.host
-    return RunningEngine(f"http://{host}:{port}", port, server.stats, close)
 
 
 def _json(value: Any) -> web.Response:

@@ -16,8 +16,9 @@ import msgspec
 import pytest
 
 from picker.sim.block_cache import key_tokens
-from picker.sim.engine import Engine, EngineLimits, Request
+from picker.sim.engine import Engine, Request
 from picker.sim.events import BlockRemoved, BlockStored, KvEvent
+from picker.sim.limits import EngineLimits
 
 CAPTURES = Path(__file__).parents[1] / "data" / "captures"
 Event = tuple[str, Any]

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 
 from picker.sim.block_cache import BlockCache, key_tokens
-from picker.sim.engine import Engine, EngineLimits, Request, StepCost
+from picker.sim.engine import Engine, Request
 from picker.sim.events import AllBlocksCleared, BlockStored, KvEvent
+from picker.sim.limits import EngineLimits, StepCost
 
 COST = StepCost()
 

@@ -13,9 +13,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from picker.sim.config import EngineSimConfig
-from picker.sim.engine import EngineLimits, StepCost
 from picker.sim.faults import Fault
-from picker.sim.server import RunningEngine, start_engine
+from picker.sim.launch import RunningEngine, start_engine
+from picker.sim.limits import EngineLimits, StepCost
 
 FAST = StepCost(speed=200)
 SLOW = StepCost(speed=0.5)  # 32 ms a step: time to look in the middle of an answer
@@ -458,3 +458,22 @@ async def test_running_requests_get_grace_when_the_engine_stops() -> None:
         await client.until(running=1)
         await engine.close()
         assert (await request)["usage"]["completion_tokens"] == 4
+
+
+async def test_an_engine_whose_events_cannot_be_published_fails_every_request_and_says_so() -> None:
+    def publish(*_: object) -> None:
+        raise ConnectionError("the publisher is gone")
+
+    engine = await start_engine(EngineSimConfig(cost=FAST, grace=0.05), publish)
+    async with aiohttp.ClientSession() as session:
+        client = Client(engine, session)
+        stream = asyncio.create_task(client.events("/v1/completions", prompt=LONG))
+        assert (await client.post("/v1/completions", {"prompt": LONG}))[0] == 500
+        with pytest.raises(aiohttp.ClientError):
+            await stream
+        assert (await client.post("/v1/completions", {"prompt": LONG}))[0] == 500
+        async with session.get(engine.url + "/health") as response:
+            assert response.status == 503
+        with pytest.raises(ConnectionError, match="the publisher is gone"):
+            await engine.failed()
+    await engine.close()
