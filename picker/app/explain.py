@@ -17,6 +17,7 @@ from rich.text import Text
 from picker._proto.picker.v1 import scores_pb2, scores_pb2_grpc
 
 _TIMEOUT_SECONDS = 10.0
+_PLAIN_WIDTH = 160
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -97,7 +98,7 @@ def _plain(decision: scores_pb2.Decision) -> dict[str, Any]:
 
 
 def _print_tables(decision: scores_pb2.Decision) -> None:
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
     microseconds = sum(decision.step_microseconds.values())
     model, path = _safe(decision.model or "(none)"), _safe(decision.path)
     console.print(Text(f"model {model}, path {path}, decided in {microseconds:.0f} µs", "dim"))

@@ -187,6 +187,13 @@ class Metrics:
         """Count an entry that the prefix cache dropped because it is full: `on_evict` of the scheduler."""
         self.evictions.series[self.models[model],] += 1
 
+    def prefix_indexes(self) -> Iterable[PrefixIndex]:
+        """What the scheduler in force remembers of its picks."""
+        if self.director:
+            for producer in self.director.scheduler.producers:
+                if isinstance(producer, PrefixCacheProducer):
+                    yield producer.index
+
     def _declare_readings(self) -> list[Family]:
         gauge, counter = partial(Reading, "gauge"), partial(Reading, "counter")
         load = self._endpoint_load
@@ -219,13 +226,13 @@ class Metrics:
                 "prefix_cache_entries",
                 "",
                 "Blocks recorded over all endpoints. Should grow after traffic starts.",
-                lambda: [((), index.entries) for index in self._prefix_indexes()],
+                lambda: [((), index.entries) for index in self.prefix_indexes()],
             ),
             gauge(
                 "prefix_cache_held",
                 "",
                 "Blocks that requests on their way make visible. Returns to 0 without traffic.",
-                lambda: [((), index.held) for index in self._prefix_indexes()],
+                lambda: [((), index.held) for index in self.prefix_indexes()],
             ),
             gauge(
                 "endpoints",
@@ -332,12 +339,6 @@ class Metrics:
             table = self.director.table
             loads = np.stack((table.waiting, table.running, table.kv_usage, table.ttft, table.tpot))
             yield (), int(np.isnan(loads[:, table.slots]).all(axis=0).sum())
-
-    def _prefix_indexes(self) -> Iterable[PrefixIndex]:
-        if self.director:
-            for producer in self.director.scheduler.producers:
-                if isinstance(producer, PrefixCacheProducer):
-                    yield producer.index
 
     def _transport_events(self) -> Readings:
         if self.transport:
