@@ -1,0 +1,125 @@
+"""The configuration file: one strict YAML document.
+
+Every setting has a default, so that an empty file is a configuration. What is wrong is said with its path, its value
+and what to do, everything at once.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from picker.app import config_scheduler
+from picker.app.config_settings import Config, Listen, Scrape, StaticEndpoints, TlsMode
+from picker.core.plugins.registry import SchedulerSpec
+from picker.core.strict import ConfigError, Findings, Problem, decode
+from picker.io import strict_yaml
+from picker.io.discovery import endpoint_list
+from picker.io.file_watch import FileError, read_file
+
+__all__ = ["MOST_BYTES", "Config", "ConfigError", "Loaded", "effective", "load", "load_file", "needs_restart"]
+
+MOST_BYTES = 1024 * 1024
+
+_OF_KTHENA = {
+    "auth": "remove it: authentication is Envoy's, and only `scheduler` of Kthena's configuration is read here",
+    "sessionSticky": "remove it: sessions are not pinned, and only `scheduler` of Kthena's configuration is read here",
+}
+_AT_START = (("listen",), ("log", "format"), ("debug",))
+"""What is read once, when the process starts."""
+
+
+class Loaded(Struct, frozen=True):
+    """A configuration without errors, what it means for the scheduler, and what is odd about it."""
+
+    config: Config
+    spec: SchedulerSpec
+    warnings: tuple[str, ...] = ()
+
+
+def load(document: str | bytes) -> Loaded:
+    """Read a configuration. Raises ConfigError with all problems found."""
+    data = strict_yaml.parse(document, most_bytes=MOST_BYTES)
+    findings = Findings()
+    if isinstance(data, dict):
+        for key in _OF_KTHENA.keys() & data.keys():
+            findings.add(key, "unknown key", data.pop(key), _OF_KTHENA[key])
+    config = decode(Config, {} if data is None else data, "", findings)
+    findings.check()
+    _check_listen(config.listen, findings)
+    _check_scrape(config.scrape, findings)
+    scheduler, spec = config_scheduler.settle(config.scheduler, "scheduler", findings)
+    endpoints = config.endpoints
+    if isinstance(endpoints, StaticEndpoints):
+        endpoints = StaticEndpoints(endpoint_list.settle(endpoints.static, "endpoints.static", findings))
+        if not endpoints.static:
+            findings.warn("endpoints", "there are none, so every request is refused; add some under static")
+    findings.check()
+    settled = msgspec.structs.replace(config, scheduler=scheduler, endpoints=endpoints)
+    return Loaded(settled, spec, tuple(findings.warnings))
+
+
+def load_file(path: str | Path) -> Loaded:
+    """Read a configuration file. Raises ConfigError also when the file cannot be read."""
+    try:
+        return load(read_file(Path(path), MOST_BYTES))
+    except FileError as error:
+        raise ConfigError([Problem("", str(error))]) from None
+
+
+def effective(config: Config) -> dict[str, Any]:
+    """The configuration as plain data. Reading it again, as YAML, gives the same configuration.
+
+    It holds no secrets: keys and certificates are in it as the names of their files.
+    """
+    plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(config))
+    return plain
+
+
+def needs_restart(old: Config, new: Config) -> list[str]:
+    """The paths of changed settings that only a restart puts in force."""
+    before, after = effective(old), effective(new)
+    paths: list[str] = []
+    for keys in _AT_START:
+        was, now = before, after
+        for key in keys:
+            was, now = was[key], now[key]
+        paths += _changed(".".join(keys), was, now)
+    return paths
+
+
+def _changed(path: str, was: Any, now: Any) -> list[str]:
+    if isinstance(was, dict):
+        return [found for key in was for found in _changed(f"{path}.{key}", was[key], now[key])]
+    return [] if was == now else [path]
+
+
+def _check_listen(listen: Listen, findings: Findings) -> None:
+    taken: dict[str, str] = {}
+    for name in ("extproc", "admin", "http"):
+        address = getattr(listen, name)
+        if address in taken and not address.endswith(":0"):
+            findings.add(f"listen.{name}", f"is the address of {taken[address]} too", address, "use another port")
+        taken.setdefault(address, f"listen.{name}")
+    tls = listen.tls
+    for name in ("certificate", "key"):
+        path = getattr(tls, name)
+        if tls.mode is TlsMode.FILES and not path:
+            findings.add(f"listen.tls.{name}", "is missing", remedy="name a PEM file, or use mode: self-signed")
+        if tls.mode is not TlsMode.FILES and path:
+            findings.warn(f"listen.tls.{name}", f"is not used with mode: {tls.mode}; use mode: files")
+    if tls.mode is not TlsMode.SELF_SIGNED and tls.names:
+        findings.warn("listen.tls.names", f"is not used with mode: {tls.mode}; use mode: self-signed")
+
+
+def _check_scrape(scrape: Scrape, findings: Findings) -> None:
+    if scrape.stale_seconds <= scrape.interval_seconds:
+        findings.add(
+            "scrape.staleSeconds",
+            f"must be greater than intervalSeconds, {scrape.interval_seconds}",
+            scrape.stale_seconds,
+            "else load is never known",
+        )

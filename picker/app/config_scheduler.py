@@ -1,0 +1,193 @@
+"""The `scheduler` section, in the shape of Kthena's `routerConfiguration`, and what it means.
+
+Better than there: a misspelt name, a wrong type and a plugin that does not exist are errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Self
+
+import msgspec
+from msgspec import Meta, Struct
+
+from picker.core.plugins.args import NoArgs
+from picker.core.plugins.registry import PLUGINS, SchedulerSpec
+from picker.core.strict import Findings, child, decode, suggest
+
+_FILTERS = frozenset(name for name, plugin in PLUGINS.items() if plugin.filter)
+_SCORERS = frozenset(name for name, plugin in PLUGINS.items() if plugin.scorer)
+_RANDOM = "random"
+_OF_KTHENA = {"kvcache-aware": "remove it: what engines hold is not read; prefix-cache needs nothing from them"}
+_LOAD_SCORERS = frozenset(name for name in _SCORERS if not PLUGINS[name].producer) - {_RANDOM}
+
+
+def _plugin(data: object) -> str:
+    if not isinstance(data, str):
+        raise ValueError("expected the name of a plugin")  # noqa: TRY004  all that is wrong is a ValueError
+    if data not in PLUGINS:
+        raise ValueError(f"unknown plugin; {_OF_KTHENA.get(data) or suggest(data, PLUGINS)}")
+    return data
+
+
+def _filter(data: object) -> str:
+    name = _plugin(data)
+    if name not in _FILTERS:
+        raise ValueError(f"is not a filter; enable it under Score, or use one of {', '.join(sorted(_FILTERS))}")
+    return name
+
+
+def _scorer(data: object) -> str:
+    name = _plugin(data)
+    if name not in _SCORERS:
+        raise ValueError(f"does not score; enable it under Filter, or use one of {', '.join(sorted(_SCORERS))}")
+    return name
+
+
+def _disabled(data: object) -> str:
+    """The name of a plugin that is not used anyway: also one that we do not have, also with a weight as in Kthena."""
+    name = data["name"] if isinstance(data, dict) and "name" in data and data.keys() <= {"name", "weight"} else data
+    if not isinstance(name, str):
+        raise ValueError("expected the name of a plugin")  # noqa: TRY004  all that is wrong is a ValueError
+    return name
+
+
+_Disabled = Annotated[str, Meta(extra={"read": _disabled})]
+
+
+class WeightedPlugin(Struct, frozen=True):
+    """A plugin that scores. The total of an endpoint is the sum of score * weight."""
+
+    name: Annotated[str, Meta(extra={"read": _scorer})]
+    """A plugin that scores."""
+    weight: Annotated[float, Meta(gt=0, extra={"remedy": "remove the entry to disable the plugin"})]
+    """How much its scores, 0..100, count. Greater than 0; only the ratios matter."""
+
+
+DEFAULT_FILTERS = ("least-request",)
+DEFAULT_SCORERS = (WeightedPlugin("least-request", 1.0), WeightedPlugin("prefix-cache", 1.0))
+"""What an empty `scheduler` means."""
+
+
+class FilterPlugins(Struct, frozen=True):
+    """Plugins that remove endpoints before scoring."""
+
+    enabled: tuple[Annotated[str, Meta(extra={"read": _filter})], ...] = DEFAULT_FILTERS
+    """Names of plugins that filter, in their order."""
+    disabled: tuple[_Disabled, ...] = ()
+    """Has no effect, as in Kthena."""
+
+
+class ScorePlugins(Struct, frozen=True):
+    """Plugins that rate the endpoints that are left."""
+
+    enabled: tuple[WeightedPlugin, ...] = DEFAULT_SCORERS
+    """Plugins that score, each with its `name` and `weight`."""
+    disabled: tuple[_Disabled, ...] = ()
+    """Has no effect, as in Kthena."""
+
+
+class Plugins(Struct, frozen=True, rename={"filter": "Filter", "score": "Score"}):
+    """Which plugins are used."""
+
+    filter: FilterPlugins = FilterPlugins()
+    """Plugins that remove endpoints before scoring."""
+    score: ScorePlugins = ScorePlugins()
+    """Plugins that rate the endpoints that are left."""
+
+
+class _PluginEntry(Struct, frozen=True):
+    name: Annotated[str, Meta(extra={"read": _plugin})]
+    args: Mapping[str, Any] = {}
+
+
+class PluginConfig(Struct, frozen=True):
+    """Arguments of one plugin, for all that it does."""
+
+    name: str
+    """A plugin. It need not be enabled."""
+    args: Struct = NoArgs()
+    """Its arguments, listed below for each plugin."""
+
+    @classmethod
+    def read(cls, data: object, path: str, findings: Findings) -> Self | None:
+        """Read an entry, with arguments of the type that the plugin takes."""
+        entry = decode(_PluginEntry, data, path, findings)
+        if entry is None:
+            return None
+        unknown = f'unknown argument of "{entry.name}"'
+        args = decode(PLUGINS[entry.name].args, entry.args, child(path, "args"), findings, unknown=unknown)
+        return None if args is None else cls(entry.name, _in_force(args, child(path, "args"), findings))
+
+
+class SchedulerConfig(Struct, frozen=True, rename="camel"):
+    """How an endpoint is chosen."""
+
+    plugin_config: tuple[PluginConfig, ...] = ()
+    """Arguments of plugins, each entry with a `name` and `args`."""
+    plugins: Plugins = Plugins()
+    """Which plugins are used."""
+
+
+def settle(config: SchedulerConfig, path: str, findings: Findings) -> tuple[SchedulerConfig, SchedulerSpec]:
+    """Look at the section as a whole, and make explicit what it leaves to defaults."""
+    plugins, enabled = child(path, "plugins"), config.plugins.score.enabled
+    filters, scorers = config.plugins.filter.enabled, [entry.name for entry in enabled]
+    score = child(child(plugins, "Score"), "enabled")
+    _refuse_twice(filters, child(child(plugins, "Filter"), "enabled"), findings)
+    _refuse_twice(scorers, score, findings)
+    if _RANDOM in scorers and len(enabled) > 1:
+        findings.warn(score, "random is dropped, since it would only blur the other scores; use it alone")
+        enabled = tuple(entry for entry in enabled if entry.name != _RANDOM)
+    if not enabled:
+        findings.warn(score, "is empty: endpoints are picked by chance")
+    elif not _LOAD_SCORERS.intersection(scorers) and _RANDOM not in scorers:
+        findings.warn(score, f"no plugin looks at load, so endpoints may overload; {_one_of(_LOAD_SCORERS)} would")
+    for kind, used, unused in (
+        ("Filter", filters, config.plugins.filter.disabled),
+        ("Score", scorers, config.plugins.score.disabled),
+    ):
+        for name in sorted(set(used).intersection(unused)):
+            where = child(child(plugins, kind), "disabled")
+            findings.warn(where, f'does not disable "{name}"; remove it from {kind}.enabled instead')
+
+    by_name: dict[str, PluginConfig] = {}
+    for index, entry in enumerate(config.plugin_config):
+        if entry.name in by_name:
+            findings.warn(child(child(path, "pluginConfig"), index), f'replaces an earlier entry of "{entry.name}"')
+        by_name[entry.name] = entry
+    for name in (*filters, *(entry.name for entry in enabled)):
+        by_name.setdefault(name, PluginConfig(name, PLUGINS[name].args()))
+    settled = SchedulerConfig(
+        tuple(by_name.values()),
+        Plugins(config.plugins.filter, msgspec.structs.replace(config.plugins.score, enabled=enabled)),
+    )
+    weights = tuple((entry.name, entry.weight) for entry in enabled)
+    return settled, SchedulerSpec(filters, weights, {name: entry.args for name, entry in by_name.items()})
+
+
+def _in_force(args: Struct, path: str, findings: Findings) -> Struct:
+    """The arguments with the default for each whole number that is zero or less where the default is not.
+
+    That is what such numbers mean to every plugin, as in Kthena.
+    """
+    defaults = type(args)()
+    changed: dict[str, int] = {}
+    for name in args.__struct_fields__:
+        value, default = getattr(args, name), getattr(defaults, name)
+        if type(value) is int and value <= 0 < default:
+            findings.warn(child(path, name), f"{value} means the default, {default}")
+            changed[name] = default
+    return msgspec.structs.replace(args, **changed)
+
+
+def _refuse_twice(names: Iterable[str], path: str, findings: Findings) -> None:
+    seen: set[str] = set()
+    for index, name in enumerate(names):
+        if name in seen:
+            findings.add(child(path, index), "is enabled twice", name, "keep one entry")
+        seen.add(name)
+
+
+def _one_of(names: Iterable[str]) -> str:
+    return " or ".join(sorted(names))

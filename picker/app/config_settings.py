@@ -1,0 +1,212 @@
+"""Every setting, with its default. The docstrings of the fields are the reference documentation."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from picker.app.config_scheduler import SchedulerConfig
+from picker.core import addresses
+from picker.core.exchange.events import BodyMode
+from picker.io.discovery.endpoint_list import EndpointEntry
+
+_Listen = Annotated[str, Meta(extra={"read": addresses.listening})]
+_File = Annotated[str, Meta(pattern=r"^[^\x00-\x1f]*$", max_length=4096, extra={"remedy": "use the path of a file"})]
+_HostName = Annotated[
+    str, Meta(pattern=r"^[A-Za-z0-9.:*_-]{1,253}$", extra={"remedy": "use a DNS name or an IP address"})
+]
+_Bytes = Annotated[int, Meta(ge=1024, le=2**31 - 1)]
+_Interval = Annotated[float, Meta(ge=0.01, le=3600)]
+
+
+class TlsMode(StrEnum):
+    """Where the certificate of the ext_proc port comes from."""
+
+    OFF = "off"
+    SELF_SIGNED = "self-signed"
+    FILES = "files"
+
+
+class Tls(Struct, frozen=True, rename="camel"):
+    """Encryption of the ext_proc port."""
+
+    mode: TlsMode = TlsMode.OFF
+    """`off`: plaintext; `self-signed`: a certificate made at start, which encrypts but proves nothing; `files`: that of
+    `certificate` and `key`, read again when they change."""
+    certificate: _File = ""
+    """PEM file of the certificate chain, for `files`."""
+    key: _File = ""
+    """PEM file of the private key, for `files`."""
+    names: tuple[_HostName, ...] = ()
+    """DNS names and IP addresses in the `self-signed` certificate, besides localhost."""
+
+
+class Transport(StrEnum):
+    """What carries ext_proc."""
+
+    HTTP2 = "http2"
+    GRPCIO = "grpcio"
+
+
+class Listen(Struct, frozen=True, rename="camel"):
+    """Where the picker listens. Changes need a restart."""
+
+    extproc: _Listen = "0.0.0.0:9002"
+    """Address of ext_proc and gRPC health."""
+    admin: _Listen = "0.0.0.0:9003"
+    """Address of the admin gRPC service."""
+    http: _Listen = "0.0.0.0:9090"
+    """Address of metrics, health and debug pages."""
+    transport: Transport = Transport.HTTP2
+    """What carries ext_proc: `http2` is several times faster, `grpcio` is the reference implementation."""
+    max_message_bytes: _Bytes = 16 * 1024 * 1024
+    """Largest ext_proc message, in bytes. A larger one ends its stream."""
+    max_concurrent_streams: Annotated[int, Meta(ge=1, le=2**31 - 1)] = 100_000
+    """ext_proc streams on one connection. Envoy has one open for every request in flight."""
+    tls: Tls = Tls()
+    """Encryption of the ext_proc port."""
+    leave_seconds: Annotated[float, Meta(ge=0, le=60)] = 3.0
+    """How long new streams are still taken after SIGTERM made the picker not ready, in seconds: the time in which
+    health checks and endpoint lists take it out of rotation."""
+    drain_seconds: Annotated[float, Meta(ge=0, le=3600)] = 30.0
+    """How long streams may take to finish after SIGTERM, in seconds."""
+
+
+class AssumedBody(StrEnum):
+    """The request body mode of an Envoy that does not say it."""
+
+    AUTO = "auto"
+    BUFFERED = "buffered"
+    FULL_DUPLEX = "full-duplex"
+    STREAMED = "streamed"
+    NONE = "none"
+
+    @property
+    def body_mode(self) -> BodyMode | None:
+        """The mode of the protocol; None when it is to be told by evidence."""
+        return _BODY_MODES[self]
+
+
+_BODY_MODES = {
+    AssumedBody.AUTO: None,
+    AssumedBody.BUFFERED: BodyMode.BUFFERED,
+    AssumedBody.FULL_DUPLEX: BodyMode.FULL_DUPLEX_STREAMED,
+    AssumedBody.STREAMED: BodyMode.STREAMED,
+    AssumedBody.NONE: BodyMode.NONE,
+}
+
+
+class Exchange(Struct, frozen=True, rename="camel"):
+    """How the picker talks with Envoy about one request."""
+
+    fallbacks: Annotated[int, Meta(ge=0, le=16)] = 2
+    """Further endpoints named after the picked one, for Envoy to retry on."""
+    max_body_bytes: _Bytes = 16 * 1024 * 1024
+    """Request body that is kept for a decision, in bytes. A longer one is routed by load only."""
+    max_buffered_bytes: Annotated[int, Meta(ge=1024, le=2**40)] = 1024 * 1024 * 1024
+    """Request bodies kept at one time, in bytes. Requests beyond are routed by load only."""
+    max_buffered_bytes: Annotated[int, Meta(ge=1024 * 1024)] = 1024 * 1024 * 1024
+    """Request bodies that are kept at the same time, in bytes. Past it, bodies are routed by load only."""
+    assume_request_body: AssumedBody = AssumedBody.AUTO
+    """The request body mode of an Envoy too old to say it; `auto` tells it by evidence."""
+    mode_grace_seconds: Annotated[float, Meta(ge=0, le=10)] = 0.02
+    """How long `auto` waits for evidence, in seconds."""
+    retry_after_seconds: Annotated[int, Meta(ge=0, le=86_400)] = 1
+    """`Retry-After` of answers that refuse a request for lack of endpoints, in seconds."""
+
+
+class StaticEndpoints(Struct, frozen=True):
+    """Endpoints in the configuration itself."""
+
+    static: tuple[EndpointEntry, ...] = ()
+    """The endpoints, with the fields below."""
+
+
+class FileSource(Struct, frozen=True, rename="camel"):
+    """A file with endpoints."""
+
+    path: Annotated[_File, Meta(min_length=1)]
+    """YAML or JSON file with a list of endpoints, relative to the working directory."""
+    poll_seconds: _Interval = 1.0
+    """How often the file is looked at, in seconds."""
+
+
+class FileEndpoints(Struct, frozen=True):
+    """Endpoints in a file of their own, which is read again when it changes."""
+
+    file: FileSource
+    """The file."""
+
+
+class Scrape(Struct, frozen=True, rename="camel"):
+    """How the load of engines is read."""
+
+    enabled: bool = True
+    """Whether engine metrics are read at all. Without them only requests in flight count."""
+    interval_seconds: _Interval = 0.2
+    """Time between two readings of one engine, in seconds."""
+    timeout_seconds: _Interval = 1.0
+    """How long one reading may take, in seconds."""
+    stale_seconds: _Interval = 2.0
+    """Age from which on load counts as unknown, in seconds."""
+    path: Annotated[str, Meta(pattern=r"^/[!-~]*$", max_length=2048, extra={"remedy": 'start it with "/"'})] = (
+        "/metrics"
+    )
+    """Path of the metrics page."""
+    models_interval_seconds: _Interval = 5.0
+    """Time between two questions for the models an engine serves, in seconds."""
+
+
+class LogLevel(StrEnum):
+    """The least severe messages that are logged."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class LogFormat(StrEnum):
+    """How log lines look."""
+
+    JSON = "json"
+    CONSOLE = "console"
+
+
+class Log(Struct, frozen=True, rename="camel"):
+    """What is logged."""
+
+    level: LogLevel = LogLevel.INFO
+    """The least severe messages that are logged. `debug` has every decision."""
+    format: LogFormat = LogFormat.JSON
+    """`json`: one object a line; `console`: for people. Changes need a restart."""
+    sample_decisions: Annotated[int, Meta(ge=0, le=10**9)] = 100
+    """One in so many decisions is logged at `info`; 0 logs none."""
+
+
+class Debug(Struct, frozen=True, rename="camel"):
+    """Limits of what is there for looking into the picker. Changes need a restart."""
+
+    watch_buffer: Annotated[int, Meta(ge=1, le=100_000)] = 256
+    """Decisions kept for a watcher that reads slowly; older ones are dropped."""
+
+
+class Config(Struct, frozen=True):
+    """A configuration with every default filled in."""
+
+    listen: Listen = Listen()
+    """Where the picker listens."""
+    exchange: Exchange = Exchange()
+    """How the picker talks with Envoy about one request."""
+    endpoints: StaticEndpoints | FileEndpoints = StaticEndpoints()
+    """Where endpoints come from: exactly one of `static` and `file`."""
+    scrape: Scrape = Scrape()
+    """How the load of engines is read."""
+    scheduler: SchedulerConfig = SchedulerConfig()
+    """How an endpoint is chosen. A Kthena `routerConfiguration` pastes in here."""
+    log: Log = Log()
+    """What is logged."""
+    debug: Debug = Debug()
+    """Limits of what is there for looking into the picker."""

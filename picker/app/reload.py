@@ -1,0 +1,47 @@
+"""The configuration file, read again when it changes or when the process gets SIGHUP."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import structlog
+
+from picker.app.config import MOST_BYTES, Config, Loaded, load, needs_restart
+from picker.io.file_watch import WatchedFile
+
+logger = structlog.get_logger(__name__)
+
+
+class ConfigFile(WatchedFile[Loaded]):
+    """The file that the configuration `started` came from. A bad change is refused and the configuration stays.
+
+    A change of what only a restart puts in force is named in the log, each time until the restart.
+    """
+
+    def __init__(self, path: Path, started: Config, *, poll_seconds: float = 1.0) -> None:
+        super().__init__(path, load, most_bytes=MOST_BYTES, poll_seconds=poll_seconds)
+        self._started = started
+        self._current = started
+
+    async def run(self, on_change: Callable[[Loaded], None]) -> None:
+        """Tell each configuration that differs from the one before, until cancelled. SIGHUP looks at once."""
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGHUP, self.check_now)
+        try:
+            await super().run(lambda loaded: self._take(loaded, on_change))
+        finally:
+            loop.remove_signal_handler(signal.SIGHUP)
+
+    def _take(self, loaded: Loaded, on_change: Callable[[Loaded], None]) -> None:
+        if loaded.config == self._current:
+            return
+        self._current = loaded.config
+        logger.info("The configuration has changed", path=str(self.path))
+        for warning in loaded.warnings:
+            logger.warning("The configuration is odd", path=str(self.path), warning=warning)
+        if changed := needs_restart(self._started, loaded.config):
+            logger.warning("Some changes need a restart", path=str(self.path), settings=changed)
+        on_change(loaded)
