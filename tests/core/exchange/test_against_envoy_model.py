@@ -524,4 +524,4 @@ class EnvoyAndExchange(RuleBasedStateMachine):
 
 
 TestEnvoyAndExchange = EnvoyAndExchange.TestCase
-TestEnvoyAndExchange.settings = settings(max_examples=300, stateful_step_count=16, deadline=None)
+TestEnvoyAndExchange.settings = settings(max_examples=200, stateful_step_count=16, deadline=None)

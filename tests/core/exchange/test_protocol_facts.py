@@ -208,6 +208,34 @@ def test_duplex_body_over_the_cap_is_decided_by_its_beginning_and_still_passes_w
     )
 
 
+def test_a_large_duplex_body_that_ends_while_deciding_ends_once():
+    exchange, _ = opened(DUPLEX, max_body_bytes=1)
+    exchange.receive(RequestBody(b"ab"))
+    exchange.receive(RequestBody(b"c", end_of_stream=True))
+    assert exchange.decided(Routed(POD)) == (
+        request_headers_reply(set_headers=(("content-length", b"3"),), destination=POD),
+        StreamedBody(Side.REQUEST, b"ab", end_of_stream=False),
+        StreamedBody(Side.REQUEST, b"c", end_of_stream=True),
+    )
+
+
+def test_trailers_after_the_end_of_a_duplex_body_still_come_last():
+    exchange, _ = opened(DUPLEX)
+    exchange.receive(RequestBody(b"ab", end_of_stream=True))
+    assert exchange.receive(RequestTrailers()) == ()
+    assert exchange.decided(Routed(POD))[1:] == (
+        StreamedBody(Side.REQUEST, b"ab", end_of_stream=False),
+        TrailersReply(Side.REQUEST),
+    )
+
+
+def test_a_duplex_request_without_body_gets_no_body_answer_for_a_repeated_end():
+    exchange, _ = opened(DUPLEX, end=True)
+    assert exchange.receive(RequestBody(b"", end_of_stream=True)) == (Report(Anomaly.DUPLICATE_END_OF_STREAM),)
+    assert exchange.decided(Routed(POD)) == (request_headers_reply(destination=POD),)
+    assert exchange.receive(RequestBody(b"", end_of_stream=True)) == (Report(Anomaly.DUPLICATE_END_OF_STREAM),)
+
+
 def test_a_large_duplex_body_may_end_in_trailers():
     exchange, _ = opened(DUPLEX, max_body_bytes=1)
     exchange.receive(RequestBody(b"ab"))
