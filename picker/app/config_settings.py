@@ -107,8 +107,6 @@ class Exchange(Struct, frozen=True, rename="camel"):
     """Request body that is kept for a decision, in bytes. A longer one is routed by load only."""
     max_buffered_bytes: Annotated[int, Meta(ge=1024, le=2**40)] = 1024 * 1024 * 1024
     """Request bodies kept at one time, in bytes. Requests beyond are routed by load only."""
-    max_buffered_bytes: Annotated[int, Meta(ge=1024 * 1024)] = 1024 * 1024 * 1024
-    """Request bodies that are kept at the same time, in bytes. Past it, bodies are routed by load only."""
     assume_request_body: AssumedBody = AssumedBody.AUTO
     """The request body mode of an Envoy too old to say it; `auto` tells it by evidence."""
     mode_grace_seconds: Annotated[float, Meta(ge=0, le=10)] = 0.02

@@ -22,6 +22,3 @@ class Telemetry(Protocol):
 
     def failed(self, where: str, error: BaseException) -> None:
         """An unexpected exception was survived in this part of the request path."""
-
-    def streams(self, open_streams: int, buffered_bytes: int) -> None:
-        """How many ext_proc streams are open, and how many request body bytes wait in them for their end."""

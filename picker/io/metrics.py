@@ -7,7 +7,7 @@ that others own (endpoints, indexes, connections) is read at that moment and nev
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 import numpy as np
@@ -21,6 +21,7 @@ from picker.core.plugins.prefix_cache import PrefixCacheProducer
 from picker.core.prefix_cache.index import PrefixIndex
 from picker.core.prompts import Unused
 from picker.core.scheduling.decision import Decision, Steps
+from picker.io.extproc.service import ExtProcService
 from picker.io.metric_families import (
     MAX_MODELS,
     OTHER,
@@ -48,9 +49,9 @@ class Metrics:
         self.director: Director | None = None
         self.transport: TransportCounters | None = None
         self.scrape_outcomes: Mapping[str, int] = {}
-        self.discovery_outcomes: Mapping[str, int] = {}
-        self.open_streams = 0
-        self.buffered_bytes = 0
+        self.discovery_outcomes: Callable[[], Mapping[str, int]] = dict
+        self.reload_outcomes: Callable[[], Mapping[str, int]] = dict
+        self.service: ExtProcService | None = None
         self.models = ModelLabels()
         self.decisions = Counter(
             "decisions_total",
@@ -214,13 +215,13 @@ class Metrics:
                 "open_streams",
                 "",
                 "ext_proc streams that are open; each is one request of Envoy.",
-                lambda: [((), self.open_streams)],
+                lambda: [((), self.service.open_streams)] if self.service else (),
             ),
             gauge(
                 "buffered_body_bytes",
                 "",
                 "Request bodies that wait for their end.",
-                lambda: [((), self.buffered_bytes)],
+                lambda: [((), self.service.buffered_bytes)] if self.service else (),
             ),
             gauge(
                 "prefix_cache_entries",
@@ -286,7 +287,13 @@ class Metrics:
                 "discovery_updates_total",
                 "outcome",
                 "Updates of the list of endpoints.",
-                lambda: _by_outcome(self.discovery_outcomes),
+                lambda: _by_outcome(self.discovery_outcomes()),
+            ),
+            counter(
+                "config_reloads_total",
+                "outcome",
+                "Changes of the configuration file. Anything but `ok` was refused, and the configuration before stays.",
+                lambda: _by_outcome(self.reload_outcomes()),
             ),
             counter(
                 "transport_rejected_total",

@@ -64,7 +64,7 @@ class Scraper:
 
     def __init__(self, director: Director, settings: ScrapeSettings, on_restart: Callable[[Endpoint], None]) -> None:
         self.settings = settings
-        self.outcomes: Counter[Outcome] = Counter()
+        self.outcomes: Counter[str] = Counter()
         self._director = director
         self._on_restart = on_restart
         self._tasks: dict[tuple[int, int], asyncio.Task[None]] = {}

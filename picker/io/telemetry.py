@@ -157,10 +157,10 @@ class Hub:
         except Exception:  # noqa: BLE001  there is nobody left to tell but the counter
             self.metrics.errors.add("log")
 
-    def streams(self, open_streams: int, buffered_bytes: int) -> None:
-        metrics = self.metrics
-        metrics.open_streams = open_streams
-        metrics.buffered_bytes = buffered_bytes
+    def follow_logging(self, sample_decisions: int) -> None:
+        """Log by what `configure_logging` set last, and one in so many decisions at info."""
+        self.sample_decisions = sample_decisions
+        self._log = structlog.get_logger("picker").bind()
 
     @contextmanager
     def watch(self, model: str = "") -> Iterator[Watcher]:
@@ -260,7 +260,7 @@ def configure_logging(level: str, format: Literal["json", "console"]) -> None:  
         processors=[*shared, *last],
         wrapper_class=structlog.make_filtering_bound_logger(threshold),
         logger_factory=structlog.WriteLoggerFactory(sys.stderr),
-        cache_logger_on_first_use=True,
+        cache_logger_on_first_use=False,
     )
     remove_meta = structlog.stdlib.ProcessorFormatter.remove_processors_meta
     handler = logging.StreamHandler(sys.stderr)

@@ -118,6 +118,7 @@ class Anomaly(StrEnum):
     UNEXPECTED_MESSAGE = "unexpected_message"
     MODE_UNKNOWN = "mode_unknown"
     BODY_TOO_LARGE = "body_too_large"
+    MALFORMED_MESSAGE = "malformed_message"
     CONTROL_HEADER = "control_header_from_client"
 
 

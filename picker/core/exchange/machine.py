@@ -121,6 +121,10 @@ class Exchange:
         action = self._row.get(type(event))
         return action(self, event) if action is not None else _NOTHING
 
+    def limit_body(self, most_bytes: int) -> None:
+        """Lower the bound on what is kept of the request body; it acts with the next piece."""
+        self._max_body_bytes = min(self._max_body_bytes, most_bytes)
+
     def decided(self, outcome: Routed | Refused) -> Effects:
         """Take in the outcome of the `Decide` effect, at once or later. RuntimeError if none is pending."""
         if not self._pending:

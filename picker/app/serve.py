@@ -1,0 +1,252 @@
+"""`picker serve`: put the parts together, keep them running, and stop without losing a request."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+import structlog
+import uvloop
+from aiohttp import web
+
+from picker.app.config import Config, ConfigError, Loaded, effective, load_file
+from picker.app.config_settings import FileEndpoints, TlsMode, Transport
+from picker.app.reload import ConfigFile
+from picker.core.director import Director
+from picker.core.endpoints import Endpoint, EndpointTable
+from picker.core.plugins.registry import build_scheduler
+from picker.io.admin import AdminServer
+from picker.io.discovery.endpoint_file import EndpointFile
+from picker.io.extproc.service import ExtProcService, ExtProcSettings
+from picker.io.http import create_app
+from picker.io.metrics import Metrics
+from picker.io.scrape import Scraper, ScrapeSettings
+from picker.io.telemetry import Hub, configure_logging
+from picker.io.transport.grpcio_server import GrpcioServer
+from picker.io.transport.health import HealthState, health_services
+from picker.io.transport.limits import Limits
+from picker.io.transport.server import Http2Server
+from picker.io.transport.tls import CertificateFiles, CertificateSource, SelfSigned
+
+logger = structlog.get_logger(__name__)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `picker serve`."""
+    parser.add_argument("-c", "--config", metavar="FILE", required=True, help="the configuration file")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve until SIGTERM or SIGINT. Returns 2 for a bad configuration, 1 when a port cannot be had."""
+    path = Path(options.config)
+    try:
+        loaded = load_file(path)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    configure_logging(str(loaded.config.log.level), str(loaded.config.log.format))  # type: ignore[arg-type]
+    for warning in loaded.warnings:
+        logger.warning("The configuration is odd", warning=warning)
+    try:
+        uvloop.run(_serve(loaded, path))
+    except OSError as error:
+        logger.error("The picker cannot start; free the port or change `listen`", error=str(error))  # noqa: TRY400
+        return 1
+    return 0
+
+
+async def _serve(loaded: Loaded, path: Path) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    picker = Picker(loaded, path)
+    await picker.start()
+    await stop.wait()
+    await picker.stop()
+
+
+class Picker:
+    """One running picker. `ports` has the ports of `extproc`, `admin` and `http` once it is started."""
+
+    def __init__(self, loaded: Loaded, path: Path) -> None:
+        config = loaded.config
+        self.ports: dict[str, int] = {}
+        self._config = config
+        self._file = ConfigFile(path, config)
+        self._health = HealthState()
+        self._not_ready: str | None = "starting"
+        self._endpoint_file: EndpointFile | None = None
+        self._discovery: asyncio.Task[None] | None = None
+        self._scraping: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._metrics = Metrics()
+        self._hub = Hub(self._metrics, sample_decisions=config.log.sample_decisions)
+        scheduler, _ = build_scheduler(loaded.spec, None, self._metrics.evicted)
+        self._director = Director(
+            scheduler,
+            EndpointTable(stale_seconds=config.scrape.stale_seconds),
+            fallbacks=config.exchange.fallbacks,
+            rng=random.Random(),
+            timer=time.perf_counter_ns,
+        )
+        self._service = ExtProcService(self._director, self._hub, _extproc_settings(config))
+        self._scraper = Scraper(self._director, _scrape_settings(loaded), self._restarted)
+        self._server = _transport(config, self._service, self._health)
+        self._admin = AdminServer(self._director, self._hub, self._health)
+        self._http = web.AppRunner(
+            create_app(
+                self._director,
+                self._hub,
+                not_ready=lambda: self._not_ready,
+                config=lambda: effective(self._config),
+            ),
+            access_log=None,
+        )
+        metrics = self._metrics
+        metrics.director = self._director
+        metrics.service = self._service
+        metrics.transport = self._server.counters
+        metrics.scrape_outcomes = self._scraper.outcomes
+        metrics.discovery_outcomes = self._discovery_outcomes
+        metrics.reload_outcomes = lambda: {"ok": self._file.reloads, **self._file.refused}
+
+    async def start(self) -> None:
+        """Listen and begin to work. OSError if a port cannot be had."""
+        config = self._config
+        host, port = _split(config.listen.http)
+        await self._http.setup()
+        await web.TCPSite(self._http, host, port).start()
+        self.ports["http"] = self._http.addresses[0][1]
+        self.ports["admin"] = await self._admin.start(*_split(config.listen.admin))
+        self.ports["extproc"] = await self._server.start(*_split(config.listen.extproc))
+        self._discover(config)
+        self._scrape(config)
+        self._watching = self._keep("config_file", partial(self._file.run, self._reload))
+        logger.info("The picker is up", **self.ports, endpoints=len(self._director.table))
+
+    async def stop(self) -> None:
+        """Leave rotation, let open streams finish for `drainSeconds`, then stop."""
+        listen = self._config.listen
+        logger.info("The picker is draining", open_streams=self._service.open_streams, seconds=listen.drain_seconds)
+        self._not_ready = "draining"
+        self._health.set_ready(False)
+        await asyncio.sleep(min(listen.leave_seconds, listen.drain_seconds))
+        await self._server.close(listen.drain_seconds)
+        for task in (self._watching, self._discovery, self._scraping):
+            if task is not None:
+                task.cancel()
+        await self._admin.close(0.2)
+        await self._http.cleanup()
+        logger.info("The picker is down", open_streams=self._service.open_streams)
+
+    def _reload(self, loaded: Loaded) -> None:
+        """Put a changed configuration in force, without losing what is known."""
+        old, config = self._config, loaded.config
+        self._config = config
+        scheduler, notes = build_scheduler(loaded.spec, self._director.scheduler, self._metrics.evicted)
+        for note in notes:
+            logger.warning("A change lost what was known", note=note)
+        self._director.scheduler = scheduler
+        self._director.fallbacks = config.exchange.fallbacks
+        self._director.table.stale_seconds = config.scrape.stale_seconds
+        self._service.settings = _extproc_settings(config)
+        self._scraper.settings = _scrape_settings(loaded)
+        if config.log != old.log:
+            configure_logging(str(config.log.level), str(old.log.format))  # type: ignore[arg-type]
+            self._hub.follow_logging(config.log.sample_decisions)
+        if config.endpoints != old.endpoints:
+            self._discover(config)
+        if config.scrape.enabled != old.scrape.enabled:
+            self._scrape(config)
+
+    def _discover(self, config: Config) -> None:
+        if self._discovery is not None:
+            self._discovery.cancel()
+            self._discovery = self._endpoint_file = None
+        source = config.endpoints
+        if isinstance(source, FileEndpoints):
+            self._endpoint_file = EndpointFile(Path(source.file.path), poll_seconds=source.file.poll_seconds)
+            self._discovery = self._keep("endpoint_file", partial(self._endpoint_file.run, self._endpoints_changed))
+        else:
+            self._endpoints_changed([entry.endpoint() for entry in source.static])
+
+    def _endpoints_changed(self, endpoints: list[Endpoint]) -> None:
+        added, removed = self._director.replace_endpoints(endpoints)
+        if added or removed:
+            logger.info("The endpoints have changed", endpoints=len(self._director.table), added=added, removed=removed)
+        self._not_ready = None
+        self._health.set_ready(True)
+
+    def _discovery_outcomes(self) -> Mapping[str, int]:
+        file = self._endpoint_file
+        return {} if file is None else {"ok": file.reloads, **file.refused}
+
+    def _scrape(self, config: Config) -> None:
+        if self._scraping is not None:
+            self._scraping.cancel()
+            self._scraping = None
+        if config.scrape.enabled:
+            self._scraping = self._keep("scrape", self._scraper.run)
+
+    def _keep(self, name: str, run: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
+        """Run something for as long as the picker runs, again and again should it ever fail."""
+
+        async def forever() -> None:
+            while True:
+                try:
+                    await run()
+                except Exception as error:  # noqa: BLE001  one part that fails must not stop the others
+                    self._hub.failed(name, error)
+                await asyncio.sleep(1)
+
+        return asyncio.create_task(forever())
+
+    def _restarted(self, endpoint: Endpoint) -> None:
+        logger.warning("An engine has restarted; its cache is taken for empty", endpoint=endpoint.address)
+
+
+def _transport(config: Config, service: ExtProcService, state: HealthState) -> Http2Server | GrpcioServer:
+    listen = config.listen
+    services = {**service.services, **health_services(state)}
+    limits = Limits(max_message=listen.max_message_bytes, max_concurrent_streams=listen.max_concurrent_streams)
+    certificates: CertificateSource | None = None
+    if listen.tls.mode is TlsMode.SELF_SIGNED:
+        certificates = SelfSigned(listen.tls.names)
+    elif listen.tls.mode is TlsMode.FILES:
+        certificates = CertificateFiles(Path(listen.tls.certificate), Path(listen.tls.key), clock=time.monotonic)
+    server = Http2Server if listen.transport is Transport.HTTP2 else GrpcioServer
+    return server(services, limits=limits, certificates=certificates)
+
+
+def _extproc_settings(config: Config) -> ExtProcSettings:
+    exchange = config.exchange
+    return ExtProcSettings(
+        max_body_bytes=exchange.max_body_bytes,
+        max_buffered_bytes=exchange.max_buffered_bytes,
+        assumed_request_body=exchange.assume_request_body.body_mode,
+        mode_grace_seconds=exchange.mode_grace_seconds,
+        retry_after_seconds=exchange.retry_after_seconds,
+    )
+
+
+def _scrape_settings(loaded: Loaded) -> ScrapeSettings:
+    scrape = loaded.config.scrape
+    return ScrapeSettings(
+        interval=scrape.interval_seconds,
+        timeout=scrape.timeout_seconds,
+        path=scrape.path,
+        models_interval=scrape.models_interval_seconds if "lora-affinity" in loaded.spec.filters else None,
+    )
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
