@@ -145,6 +145,7 @@ class AdminServer:
         """Take no more calls, and end those that last longer than `grace` seconds."""
         if self._publishing is not None:
             self._publishing.cancel()
+            await asyncio.wait([self._publishing])
         if self._server is not None:
             await self._server.stop(grace)
 

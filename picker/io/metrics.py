@@ -128,12 +128,6 @@ class Metrics:
             "where",
             "Unexpected errors that were survived. Should stay 0; the log has a traceback for each kind.",
         )
-        self.reloads = Counter(
-            "config_reloads_total",
-            "outcome",
-            "Changes of the configuration file. After `refused` the old configuration stays in force.",
-            [("applied",), ("refused",)],
-        )
         self.watch_lost = Counter(
             "watch_lost_total",
             "",

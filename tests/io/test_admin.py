@@ -38,6 +38,7 @@ async def address(stack, health: HealthState) -> AsyncIterator[str]:
     server = AdminServer(stack.director, stack.hub, health, clock=lambda: 1_700_000_000.25)
     yield f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
     await server.close(0)
+    assert not health._subscribers
 
 
 @pytest.fixture
@@ -101,7 +102,8 @@ async def test_body_and_prompt_are_scored_as_the_requests_they_stand_for(stack, 
     stack.serve(PROMPT)
     body = json.dumps({"model": "m", "prompt": PROMPT}).encode()
     by_prompt = await scores.Explain(scores_pb2.ExplainRequest(prompt=PROMPT, model="m"))
-    by_body = await scores.Explain(scores_pb2.ExplainRequest(body=body, path="/v1/completions"))
+    by_body = await scores.Explain(scores_pb2.ExplainRequest(body=body, path="/v1/completions?key=k-123"))
+    assert by_body.path == "/v1/completions"
     assert by_prompt.endpoints == by_body.endpoints
     assert by_prompt.endpoints[0].plugins[1].matched == 10
     chat = json.dumps({"model": "chatty", "messages": [{"role": "user", "content": "hi"}]}).encode()
@@ -217,6 +219,11 @@ async def test_explain_prints_a_table(stack, address: str, capsys: pytest.Captur
         assert shown in chosen
     assert any("least-request ×1" in line and "prefix-cache ×2" in line for line in lines)
     assert any("filter least-request left 2" in line for line in lines)
+
+
+async def test_explain_lets_no_name_colour_the_terminal(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert await run_explain("--prompt", "x", "--model", "\x1b[31m[bold]", "--admin", address) == 0
+    assert "model �[31m[bold]," in capsys.readouterr().out
 
 
 async def test_explain_prints_json_and_reads_bodies(

@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from picker.core.endpoints import EngineMetrics
 from picker.core.exchange.effects import Anomaly, BodyState
+from picker.io.extproc.service import ExtProcService, ExtProcSettings
 from picker.io.metric_families import Counter, Histogram
 from picker.io.metrics import Metrics, metrics_markdown
 from picker.io.transport.counters import TransportCounters
@@ -118,7 +119,9 @@ def test_unknown_load_is_left_out(stack) -> None:
 def test_state_of_others_is_read_when_asked(stack) -> None:
     transport = stack.metrics.transport = TransportCounters()
     stack.metrics.scrape_outcomes = {"ok": 7, "timeout": 1}
-    stack.hub.streams(5, 4096)
+    service = stack.metrics.service = ExtProcService(stack.director, stack.hub, ExtProcSettings())
+    service.open_streams, service.buffered_bytes = 5, 4096
+    stack.metrics.reload_outcomes = lambda: {"ok": 3, "invalid": 1}
     transport.rejected["bad_frame"] += 2
     transport.resets_received += 9
     scrape = Scrape(stack.metrics)
@@ -127,6 +130,7 @@ def test_state_of_others_is_read_when_asked(stack) -> None:
     assert scrape("transport_rejected_total", reason="bad_frame") == 2
     assert scrape("transport_events_total", event="resets_received") == 9
     assert scrape("scrapes_total", outcome="timeout") == 1
+    assert scrape("config_reloads_total", outcome="invalid") == 1
     stack.hub.anomaly(Anomaly.STREAMED_REQUEST_BODY, "")
     assert Scrape(stack.metrics)("anomalies_total", kind="streamed_request_body") == 1
 

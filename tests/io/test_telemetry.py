@@ -12,6 +12,7 @@ import pytest
 import structlog
 
 from picker.core.exchange.effects import Anomaly
+from picker.core.scheduling.decision import Decision
 from picker.io.telemetry import (
     MAX_WATCHERS,
     RECENT_DECISIONS,
@@ -94,18 +95,18 @@ def test_every_decision_is_logged_at_debug_and_one_in_n_at_info(logs, make_stack
     assert entry["matched"] == {"prefix-cache": "0/1 blocks"}
 
 
-def test_nothing_is_built_for_a_log_that_nobody_reads(make_stack: Callable[..., object]) -> None:
-    written: list[object] = []
-    structlog.configure(
-        processors=[lambda *_: written.append(1)],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-    )
+def test_nothing_is_built_for_a_log_that_nobody_reads(
+    make_stack: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[object] = []
+    monkeypatch.setattr(Decision, "view", lambda decision: built.append(decision))
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.INFO))
     try:
         stack = make_stack()
         stack.decide("hello")
     finally:
         structlog.reset_defaults()
-    assert written == []
+    assert built == []
     assert len(stack.hub.recent) == 1
 
 
@@ -117,13 +118,15 @@ def test_anomalies_are_logged_at_a_bounded_rate_and_say_the_remedy(logs, make_st
     stack.hub.anomaly(Anomaly.CONTROL_HEADER, "x-gateway-destination-endpoint")
     now = 110.0
     stack.hub.anomaly(Anomaly.STREAMED_REQUEST_BODY, "")
-    first, other, again = logs.entries
+    now = 120.0
+    stack.hub.anomaly(Anomaly.STREAMED_REQUEST_BODY, "")
+    first, other, again, last = logs.entries
     assert first["log_level"] == "warning"
     assert "FULL_DUPLEX_STREAMED" in first["event"]
     assert "BUFFERED" in first["event"]
-    assert (first["suppressed"], again["suppressed"]) == (0, 999)
+    assert [entry["suppressed"] for entry in (first, again, last)] == [0, 999, 0]
     assert other["detail"] == "x-gateway-destination-endpoint"
-    assert stack.metrics.anomalies.series["streamed_request_body",] == 1001
+    assert stack.metrics.anomalies.series["streamed_request_body",] == 1002
 
 
 def test_nothing_escapes_to_the_request_path(stack, logs, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,16 +155,18 @@ def real_logging() -> Iterator[None]:
     logging.root.setLevel(level)
 
 
-HOSTILE = 'evil\n{"level":"error"}\r\x1b[31mred'
+FORGED_LINE = 'evil\n{"level":"error"}\r'
+COLOUR = "\x1b[31mred"
 
 
 @pytest.mark.usefixtures("real_logging")
+@pytest.mark.parametrize("model", [FORGED_LINE, COLOUR])
 @pytest.mark.parametrize("form", ["json", "console"])
 def test_a_model_name_can_neither_forge_a_line_nor_colour_a_terminal(
-    form: str, capsys: pytest.CaptureFixture[str], make_stack: Callable[..., object]
+    form: str, model: str, capsys: pytest.CaptureFixture[str], make_stack: Callable[..., object]
 ) -> None:
     configure_logging("debug", form)
-    make_stack().decide(SECRET, HOSTILE)
+    make_stack().decide(SECRET, model)
     logging.getLogger("library").warning("model %s", "plain")
     first, second = capsys.readouterr().err.splitlines()
     assert "\x1b" not in first
@@ -169,7 +174,7 @@ def test_a_model_name_can_neither_forge_a_line_nor_colour_a_terminal(
     assert "model plain" in second
     if form == "json":
         entry = json.loads(first)
-        assert (entry["level"], entry["event"], entry["model"]) == ("debug", "decision", HOSTILE)
+        assert (entry["level"], entry["event"], entry["model"]) == ("debug", "decision", model)
         assert json.loads(second)["level"] == "warning"
 
 
