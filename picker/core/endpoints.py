@@ -7,7 +7,7 @@ slot still means the endpoint it meant before.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -83,6 +83,7 @@ class EndpointTable:
         self.mask = 0
         self._by_identity: dict[tuple[str, str, str], int] = {}
         self._by_address: dict[str, int] = {}
+        self._by_place: dict[str, list[int]] = {}
 
     def __len__(self) -> int:
         return len(self._by_identity)
@@ -90,6 +91,10 @@ class EndpointTable:
     def slot_of(self, address: str) -> int | None:
         """The slot of the endpoint with this address, if there is one."""
         return self._by_address.get(address)
+
+    def slots_at(self, place: str) -> Sequence[int]:
+        """The slots of an address, or of all addresses of a host; IPv6 hosts with or without brackets."""
+        return self._by_place.get(place, ())
 
     def replace(self, endpoints: Iterable[Endpoint]) -> tuple[list[int], list[int]]:
         """Make these the endpoints; returns the slots of new ones and the slots that are free now.
@@ -111,6 +116,12 @@ class EndpointTable:
             if identity not in self._by_identity:
                 added.append(self._add(endpoint))
             self.endpoints[self._by_identity[identity]] = endpoint
+        self._by_place = {}
+        for slot in self._by_identity.values():
+            address = self.endpoints[slot].address
+            host = address.rpartition(":")[0]
+            for place in {address, host, host.strip("[]")}:
+                self._by_place.setdefault(place, []).append(slot)
         self.slots = np.array(sorted(self._by_identity.values()), np.intp)
         self.mask = sum(1 << int(slot) for slot in self.slots)
         return added, removed

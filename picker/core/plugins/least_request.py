@@ -32,7 +32,7 @@ class LeastRequestFilter:
     def keep(self, request: Request, candidates: Candidates) -> Flags | None:  # noqa: ARG002
         waiting = candidates.table.waiting[candidates.slots]
         full = waiting >= self._limit
-        return ~full if full.any() else None
+        return ~full if np.count_nonzero(full) else None
 
 
 class LeastRequestScorer:

@@ -14,8 +14,8 @@ def unknown_as_average(values: Floats, otherwise: float) -> Floats:
 
     An endpoint whose metrics went stale is then neither free nor shunned: our own in-flight counts decide.
     """
-    if not np.isnan(values.sum()):
-        return values
     unknown = np.isnan(values)
+    if not np.count_nonzero(unknown):
+        return values
     known = values[~unknown]
     return np.where(unknown, known.mean() if len(known) else otherwise, values)

@@ -101,15 +101,18 @@ def pick(totals: Floats, in_flight: Integers, count: int, rng: Rng) -> tuple[int
     """The positions of the `count` best: highest total, then fewest in flight, then by chance."""
     left = totals.copy()
     chosen: list[int] = []
-    for _ in range(min(count, len(left))):
-        position = int(left.argmax())
-        ties = (left == left[position]).nonzero()[0]
-        if len(ties) > 1:
-            flights = in_flight[ties]
-            ties = ties[flights == flights.min()]
-            position = int(ties[int(rng.random() * len(ties))])
-        chosen.append(position)
-        left[position] = -np.inf
+    missing = min(count, len(left))
+    while missing > 0:
+        best = (left == left[left.argmax()]).nonzero()[0]
+        if len(best) > 1:
+            flights = in_flight[best]
+            best = best[flights == flights[flights.argmin()]]
+        equal = best.tolist()
+        if len(equal) > 1:
+            equal = rng.sample(equal, min(missing, len(equal)))
+        chosen += equal
+        missing -= len(equal)
+        left[best] = -np.inf
     return tuple(chosen)
 
 
@@ -124,11 +127,7 @@ def _narrow(candidates: Candidates, keep: Flags) -> Candidates:
 
 
 def _in_subset(candidates: Candidates, subset: Sequence[str]) -> Flags:
-    wanted = frozenset(subset)
-    endpoints = candidates.table.endpoints
-    keep = []
-    for slot in candidates.slots.tolist():
-        address = endpoints[slot].address
-        host = address.rpartition(":")[0]
-        keep.append(address in wanted or host in wanted or host.strip("[]") in wanted)
-    return np.array(keep, np.bool_)
+    table = candidates.table
+    flags = np.zeros(len(table.endpoints), np.bool_)
+    flags[[slot for place in subset for slot in table.slots_at(place)]] = True
+    return flags[candidates.slots]
