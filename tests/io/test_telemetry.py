@@ -98,8 +98,13 @@ def test_every_decision_is_logged_at_debug_and_one_in_n_at_info(logs, make_stack
 def test_nothing_is_built_for_a_log_that_nobody_reads(
     make_stack: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    built: list[object] = []
-    monkeypatch.setattr(Decision, "view", lambda decision: built.append(decision))
+    built: list[Decision] = []
+
+    def view(decision: Decision) -> dict[str, object]:
+        built.append(decision)
+        return {}
+
+    monkeypatch.setattr(Decision, "view", view)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.INFO))
     try:
         stack = make_stack()

@@ -1,0 +1,212 @@
+"""What others own and a scrape reads: endpoints, indexes, connections, and what the parts of the picker have counted."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+
+import numpy as np
+
+from picker import __version__
+from picker.core.director import Director
+from picker.core.endpoints import Floats
+from picker.core.plugins.prefix_cache import PrefixCacheProducer
+from picker.core.prefix_cache.index import PrefixIndex
+from picker.io.extproc.service import ExtProcService
+from picker.io.metric_families import MAX_MODELS, Family, Labels, ModelLabels, Reading, Readings
+from picker.io.transport.counters import TransportCounters
+
+
+class Sources:
+    """The owners. What is None or empty at first is set by whoever starts the part it belongs to."""
+
+    def __init__(self) -> None:
+        self.director: Director | None = None
+        self.service: ExtProcService | None = None
+        self.transport: TransportCounters | None = None
+        self.scrape_outcomes: Mapping[str, int] = {}
+        self.discovery_outcomes: Callable[[], Mapping[str, int]] = dict
+        self.reload_outcomes: Callable[[], Mapping[str, int]] = dict
+        self.models = ModelLabels()
+
+    def prefix_indexes(self) -> Iterable[PrefixIndex]:
+        """What the scheduler in force remembers of its picks."""
+        if self.director:
+            for producer in self.director.scheduler.producers:
+                if isinstance(producer, PrefixCacheProducer):
+                    yield producer.index
+
+    def readings(self) -> list[Family]:
+        """The metrics that are read when they are asked for."""
+        gauge, counter = partial(Reading, "gauge"), partial(Reading, "counter")
+        load = self._endpoint_load
+        return [
+            gauge(
+                "in_flight_requests",
+                "",
+                "Requests routed and not over. Growing without end means that Envoy keeps streams open.",
+                lambda: [((), self.director.in_flight)] if self.director else (),
+            ),
+            gauge(
+                "endpoint_in_flight_requests",
+                "target address",
+                "The same for each endpoint. Very uneven: prefixes outweigh load, or an endpoint hangs.",
+                self._endpoint_in_flight,
+            ),
+            gauge(
+                "open_streams",
+                "",
+                "ext_proc streams that are open; each is one request of Envoy.",
+                lambda: [((), self.service.open_streams)] if self.service else (),
+            ),
+            gauge(
+                "buffered_body_bytes",
+                "",
+                "Request bodies that wait for their end.",
+                lambda: [((), self.service.buffered_bytes)] if self.service else (),
+            ),
+            gauge(
+                "prefix_cache_entries",
+                "",
+                "Blocks recorded over all endpoints. Should grow after traffic starts.",
+                lambda: [((), index.entries) for index in self.prefix_indexes()],
+            ),
+            gauge(
+                "prefix_cache_held",
+                "",
+                "Blocks that requests on their way make visible. Returns to 0 without traffic.",
+                lambda: [((), index.held) for index in self.prefix_indexes()],
+            ),
+            gauge(
+                "endpoints",
+                "",
+                "Endpoints that can be picked. 0 means that every request gets 503.",
+                lambda: [((), len(self.director.table))] if self.director else (),
+            ),
+            gauge(
+                "endpoints_stale",
+                "",
+                "Endpoints of unknown load: their metrics were never read, or not lately. Look at scrapes by outcome.",
+                self._stale,
+            ),
+            gauge(
+                "endpoint_waiting_requests",
+                "target address",
+                "Requests queued in the engine, as it says. This and the next four leave out what is unknown.",
+                lambda: load("waiting"),
+            ),
+            gauge(
+                "endpoint_running_requests",
+                "target address",
+                "Requests running in the engine, as it says.",
+                lambda: load("running"),
+            ),
+            gauge(
+                "endpoint_kv_cache_usage_ratio",
+                "target address",
+                "Used share of the engine's KV cache, 0 to 1.",
+                lambda: load("kv_usage"),
+            ),
+            gauge(
+                "endpoint_ttft_seconds",
+                "target address",
+                "The engine's recent mean time to first token.",
+                lambda: load("ttft"),
+            ),
+            gauge(
+                "endpoint_tpot_seconds",
+                "target address",
+                "The engine's recent mean time per further token.",
+                lambda: load("tpot"),
+            ),
+            counter(
+                "scrapes_total",
+                "outcome",
+                "Readings of engine metrics. Anything but `ok` for long makes endpoints stale.",
+                lambda: _by_outcome(self.scrape_outcomes),
+            ),
+            counter(
+                "discovery_updates_total",
+                "outcome",
+                "Updates of the list of endpoints.",
+                lambda: _by_outcome(self.discovery_outcomes()),
+            ),
+            counter(
+                "config_reloads_total",
+                "outcome",
+                "Changes of the configuration file. Anything but `ok` was refused, and the configuration before stays.",
+                lambda: _by_outcome(self.reload_outcomes()),
+            ),
+            counter(
+                "transport_rejected_total",
+                "reason",
+                "Connections and streams of ext_proc that were turned away, by limit or fault.",
+                lambda: _by_outcome(self.transport.rejected) if self.transport else (),
+            ),
+            counter(
+                "transport_events_total",
+                "event",
+                "Connections and streams opened, streams reset, handlers failed and deadlines missed. Envoy ends its "
+                "streams by a reset, so that these are no faults.",
+                self._transport_events,
+            ),
+            gauge(
+                "transport_connections",
+                "",
+                "Open connections of ext_proc: some for each Envoy.",
+                lambda: [((), self.transport.connections_open)] if self.transport else (),
+            ),
+            counter(
+                "model_label_overflow_total",
+                "",
+                f"Lookups of a model name that has no label because {MAX_MODELS} others do. Clients name many models.",
+                lambda: [((), self.models.overflow)],
+            ),
+            gauge(
+                "build_info",
+                "version python",
+                "Always 1; the labels are what runs.",
+                lambda: [((__version__, platform.python_version()), 1)],
+            ),
+        ]
+
+    def _endpoint_in_flight(self) -> Readings:
+        if self.director:
+            table = self.director.table
+            for slot in table.slots.tolist():
+                yield _endpoint_labels(self.director, slot), int(table.in_flight[slot])
+
+    def _endpoint_load(self, name: str) -> Readings:
+        if self.director:
+            table = self.director.table
+            values: Floats = getattr(table, name)
+            for slot in table.slots[~np.isnan(values[table.slots])].tolist():
+                yield _endpoint_labels(self.director, slot), float(values[slot])
+
+    def _stale(self) -> Readings:
+        if self.director:
+            table = self.director.table
+            loads = np.stack((table.waiting, table.running, table.kv_usage, table.ttft, table.tpot))
+            yield (), int(np.isnan(loads[:, table.slots]).all(axis=0).sum())
+
+    def _transport_events(self) -> Readings:
+        if self.transport:
+            for event in (
+                "connections_opened",
+                "streams_opened",
+                "resets_received",
+                "resets_sent",
+                "handler_errors",
+                "deadlines_exceeded",
+            ):
+                yield (event,), getattr(self.transport, event)
+
+
+def _by_outcome(counts: Mapping[str, int]) -> Readings:
+    return [((outcome,), count) for outcome, count in counts.items()]
+
+
+def _endpoint_labels(director: Director, slot: int) -> Labels:
+    endpoint = director.table.endpoints[slot]
+    return f"{endpoint.namespace}/{endpoint.name}", endpoint.address
