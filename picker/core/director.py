@@ -63,9 +63,9 @@ class Director:
     def route(self, decision: Decision) -> Ticket:
         """Make a routed decision count: one more in flight, its blocks visible to the next decision."""
         slot = decision.slot
+        learnings = [match.picked(slot) for match in decision.matches.values()]
         self.in_flight += 1
         self.table.in_flight[slot] += 1
-        learnings = [match.picked(slot) for match in decision.matches.values()]
         return Ticket(self, slot, self.table.generation[slot], learnings)
 
     def replace_endpoints(self, endpoints: Iterable[Endpoint]) -> tuple[int, int]:

@@ -144,6 +144,19 @@ def test_a_plain_decision_goes_by_in_flight_alone_within_the_subset():
 # --- Learning ----------------------------------------------------------------------------------------------------
 
 
+def test_a_pick_that_cannot_be_learnt_is_not_counted():
+    class Broken:
+        def picked(self, slot):
+            raise RuntimeError(slot)
+
+    made = director(A)
+    decision = made.decide(asking("abcdef"))
+    decision.matches["prefix-cache"] = Broken()
+    with pytest.raises(RuntimeError):
+        made.route(decision)
+    assert (made.in_flight, flights(made)) == (0, {A: 0})
+
+
 def test_a_burst_with_one_new_prefix_sticks_together():
     made = director(A, B, C, spec=SchedulerSpec((), (("prefix-cache", 1),), SPEC.args))
     tickets = [made.route(made.decide(asking("abcdef"))) for _ in range(5)]
