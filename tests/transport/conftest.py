@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import grpc.aio
 import pytest
+import structlog.testing
 import uvloop
 
 from picker.io.rpc import Call, Services, Status
@@ -139,7 +140,7 @@ class FailOnClose(Echo):
         raise ValueError("a secret of the server")
 
 
-def fail_to_open(call: Call) -> Any:
+def fail_to_open(_call: Call) -> Any:
     raise ValueError("a secret of the server")
 
 
@@ -163,9 +164,22 @@ def eventually() -> Eventually:
     return wait
 
 
+@pytest.fixture(autouse=True)
+def logs() -> Iterator[list[Any]]:
+    """Every log line of the test."""
+    with structlog.testing.capture_logs() as lines:
+        yield lines
+
+
 @pytest.fixture
 def recorder() -> Recorder:
     return Recorder()
+
+
+@pytest.fixture(scope="session")
+def new_recorder() -> type[Recorder]:
+    """For tests that need many."""
+    return Recorder
 
 
 Start = Callable[..., Awaitable[tuple[Any, int]]]

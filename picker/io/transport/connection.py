@@ -154,8 +154,9 @@ class Http2Connection:
         self._receiving = True
         try:
             http2.receive_data(data)
-            self._greeted = True
-            self._process(http2.events())
+            if events := http2.events():
+                self._greeted = True
+                self._process(events)
         except NGH2Error as error:
             self._fail(data, error)
         finally:

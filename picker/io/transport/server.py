@@ -16,7 +16,7 @@ from picker.io.rpc import Services
 from picker.io.transport.connection import Http2Connection
 from picker.io.transport.counters import TransportCounters
 from picker.io.transport.limits import KIB, Limits
-from picker.io.transport.tls import CertificateSource
+from picker.io.transport.tls import CertificateSource, listening_context
 
 logger = structlog.get_logger(__name__)
 
@@ -31,7 +31,7 @@ _REMEDIES = {
     "bad_preface": "The peer does not speak HTTP/2; speak HTTP/2 (h2c) to this port",
     "protocol_error": "The peer broke the HTTP/2 protocol",
     "abuse": "The peer exceeded a limit of HTTP/2",
-    "tls_handshake": "The TLS handshake with the peer failed",
+    "tls_handshake": "A TLS handshake failed",
     "too_many_connections": "The limit of connections is reached",
     "unresponsive": "The peer neither sends, nor reads, nor answers a PING",
 }
@@ -62,24 +62,32 @@ class Http2Server:
         self.ping_seconds = ping_seconds
         self._listener: asyncio.Server | None = None
         self._connections: set[_Http2Protocol] = set()
-        self._handshakes: set[asyncio.Task[None]] = set()
         self._named_peers: set[tuple[str, str]] = set()
-        self._draining = False
+        self.draining = False
         self._idle = asyncio.Event()
         self._idle.set()
 
     async def start(self, host: str, port: int) -> int:
         """Listen, and return the port: the one that was free if `port` is 0. OSError if it cannot be had."""
         loop = asyncio.get_running_loop()
-        factory = self._protocol if self._certificates is None else self._handshake
-        self._listener = await loop.create_server(factory, host, port, backlog=1024)
+        context = None
+        if self._certificates is not None:
+            context = listening_context(self._certificates, self._handshake_failed)
+        self._listener = await loop.create_server(
+            self._protocol,
+            host,
+            port,
+            backlog=1024,
+            ssl=context,
+            ssl_handshake_timeout=None if context is None else _HANDSHAKE_SECONDS,
+        )
         return cast("int", self._listener.sockets[0].getsockname()[1])
 
     def begin_drain(self) -> None:
         """Accept no more connections and ask peers to open no more streams; those that are open go on."""
-        if self._draining:
+        if self.draining:
             return
-        self._draining = True
+        self.draining = True
         if self._listener is not None:
             self._listener.close()
         for connection in list(self._connections):
@@ -90,8 +98,6 @@ class Http2Server:
         self.begin_drain()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), grace)
-        for handshake in list(self._handshakes):
-            handshake.cancel()
         for connection in list(self._connections):
             connection.terminate()
         with contextlib.suppress(TimeoutError):
@@ -117,7 +123,10 @@ class Http2Server:
             self._idle.set()
 
     def name_peer(self, reason: str, peer: str) -> None:
-        """Log why a peer is turned away: once for each peer and reason, and only of the first 256."""
+        """Log why a peer is turned away: once for each peer and reason, and only of the first 256.
+
+        A peer whose TLS handshake failed has no name; what went wrong with it stands for it.
+        """
         key = (reason, peer)
         if key not in self._named_peers and len(self._named_peers) < _MAX_NAMED_PEERS:
             self._named_peers.add(key)
@@ -126,68 +135,9 @@ class Http2Server:
     def _protocol(self) -> _Http2Protocol:
         return _Http2Protocol(self, self._services, self._limits)
 
-    def _handshake(self) -> _TlsHandshake:
-        return _TlsHandshake(self)
-
-    def shake_hands(self, transport: asyncio.Transport, early: _TlsHandshake) -> None:
-        """Start TLS on an accepted connection, and HTTP/2 on top of that."""
-        if len(self._handshakes) >= self._max_connections:
-            self.counters.rejected["too_many_connections"] += 1
-            transport.abort()
-            return
-        task = asyncio.get_running_loop().create_task(self._start_tls(transport, early))
-        self._handshakes.add(task)
-        task.add_done_callback(self._handshakes.discard)
-
-    async def _start_tls(self, transport: asyncio.Transport, early: _TlsHandshake) -> None:
-        assert self._certificates is not None  # noqa: S101 - only then is there a handshake
-        peer = _peer_name(transport)
-        try:
-            secure = await asyncio.get_running_loop().start_tls(
-                transport,
-                early,
-                self._certificates.context(),
-                server_side=True,
-                ssl_handshake_timeout=_HANDSHAKE_SECONDS,
-            )
-        except (OSError, ssl.SSLError, asyncio.CancelledError) as error:
-            transport.abort()
-            if isinstance(error, asyncio.CancelledError):
-                raise
-            self.counters.rejected["tls_handshake"] += 1
-            self.name_peer("tls_handshake", peer)
-            return
-        if secure is None:
-            return
-        protocol = self._protocol()
-        secure.set_protocol(protocol)
-        protocol.connection_made(secure)
-        if early.data:
-            protocol.data_received(bytes(early.data))
-        if early.lost:
-            protocol.connection_lost(None)
-        elif self._draining:
-            protocol.begin_drain()
-
-
-class _TlsHandshake(asyncio.Protocol):
-    """Stands in for HTTP/2 until the TLS handshake is done, and keeps what arrives right behind it."""
-
-    def __init__(self, server: Http2Server) -> None:
-        self._server = server
-        self.data = bytearray()
-        self.lost = False
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport = cast("asyncio.Transport", transport)
-        transport.pause_reading()
-        self._server.shake_hands(transport, self)
-
-    def data_received(self, data: bytes) -> None:
-        self.data += data
-
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
-        self.lost = True
+    def _handshake_failed(self, error: ssl.SSLError) -> None:
+        self.counters.rejected["tls_handshake"] += 1
+        self.name_peer("tls_handshake", error.reason or "unknown")
 
 
 class _Http2Protocol(asyncio.Protocol):
@@ -220,6 +170,8 @@ class _Http2Protocol(asyncio.Protocol):
         self._transport = transport
         transport.set_write_buffer_limits(_WRITE_SIZE)
         self._watch = self._loop.call_later(self._server.ping_seconds, self._check_peer)
+        if self._server.draining:
+            self._connection.begin_drain()  # its TLS handshake took until now
         self._flush()
 
     def data_received(self, data: bytes) -> None:

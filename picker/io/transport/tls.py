@@ -119,6 +119,32 @@ class CertificateFiles:
         return tuple(_identify(path) for path in (self._chain, self._key))
 
 
+def listening_context(source: CertificateSource, on_failure: Callable[[ssl.SSLError], None]) -> ssl.SSLContext:
+    """Return a context for a listening socket: each handshake takes the certificate that `source` has by then.
+
+    `on_failure` hears of every handshake that fails; not of a peer that hangs up or falls silent during one.
+    """
+
+    class Session(ssl.SSLObject):
+        def do_handshake(self) -> None:
+            try:
+                super().do_handshake()
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                raise
+            except ssl.SSLError as error:
+                on_failure(error)
+                raise
+
+    def present(session: ssl.SSLSocket | ssl.SSLObject, _name: str | None, _context: object) -> None:
+        session.context = source.context()
+
+    context = _server_context(source.certificate())
+    context.sslobject_class = Session
+    # OpenSSL asks for the name with every handshake, also with one that names no server.
+    context.set_servername_callback(present)
+    return context
+
+
 def _identify(path: Path) -> tuple[int, int, int, int] | None:
     try:
         status = path.stat()
