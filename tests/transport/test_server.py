@@ -11,7 +11,8 @@ import pytest
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
-SETTINGS_ACK = b"\x00\x00\x00\x04\x01\x00\x00\x00\x00"
+WIDE_SETTINGS = b"\x00\x00\x06\x04\x00\x00\x00\x00\x00" + b"\x00\x04\x7f\xff\xff\xff"
+WIDE_WINDOW = b"\x00\x00\x04\x08\x00\x00\x00\x00\x00" + (2**31 - 1 - 65535).to_bytes(4, "big")
 PING = b"\x00\x00\x08\x06\x00\x00\x00\x00\x00"
 
 
@@ -86,54 +87,75 @@ async def test_peer_that_answers_pings_stays(start, dial):
 
 
 async def test_peer_that_never_reads_its_socket_is_not_read_from(start, eventually):
-    """PING upon PING whose answers nobody reads: the sockets fill up instead of our memory."""
+    """Its HTTP/2 windows are wide open, so that only the sockets can fill up; then the server stops reading as well."""
     server, port = await start(ping_seconds=60)
     raw = socket.socket()
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     raw.connect(("127.0.0.1", port))
     raw.setblocking(False)
-    raw.send(PREFACE + SETTINGS)
-    await eventually(lambda: server.counters.connections_open == 1)
-    burst = (PING + bytes(8)) * 200  # more than 1,000 in one read would be refused
+    raw.send(PREFACE + WIDE_SETTINGS + WIDE_WINDOW)
+    sent = blocked = 0
+    stream = 1
     rest = b""
-    blocked = 0
-    for _ in range(5000):
+    while blocked < 100 and sent < 12 * 1024 * 1024:
+        if not rest:
+            rest = request(stream, bytes(10_000))
+            stream += 2
         try:
-            rest = (rest or burst)[raw.send(rest or burst) :]
-            blocked = 0
+            count = raw.send(rest)
         except BlockingIOError:
             blocked += 1
-        if blocked > 100:
-            break
-        await asyncio.sleep(0.001)
-    assert blocked > 100
+            await asyncio.sleep(0.002)
+        else:
+            blocked = 0
+            sent += count
+            rest = rest[count:]
+            await asyncio.sleep(0)
+    assert blocked == 100
+    assert server.counters.rejected == {}
     assert server.counters.connections_open == 1
     raw.close()
     await eventually(lambda: server.counters.connections_open == 0)
 
 
 async def test_answers_to_one_read_leave_in_one_write(start):
-    """100 messages that arrive together are answered together."""
+    """100 streams that arrive together are answered together."""
     _, port = await start()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(PREFACE + SETTINGS)
     await reader.read(1000)
-    header_block = bytes.fromhex("8386") + b"".join(
-        b"\x00" + bytes([len(name)]) + name + bytes([len(value)]) + value
-        for name, value in [
-            (b":path", b"/test.Test/Echo"),
-            (b":authority", b"picker"),
-            (b"te", b"trailers"),
-            (b"content-type", b"application/grpc"),
-        ]
-    )
-    message = b"\x00\x00\x00\x00\x03abc"
-    data = len(message).to_bytes(3, "big") + b"\x00\x00\x00\x00\x00\x01" + message
-    writer.write(len(header_block).to_bytes(3, "big") + b"\x01\x04\x00\x00\x00\x01" + header_block + data * 100)
+    writer.write(b"".join(request(2 * number + 1, b"abc") for number in range(100)))
     received = b""
     reads = 0
-    while received.count(message) < 100:
+    while received.count(b"\x00\x00\x00\x00\x03abc") < 100:
         received += await reader.read(1 << 20)
         reads += 1
     assert reads <= 3
     writer.close()
+
+
+def request(stream, message):
+    """One RPC to the echo, in bytes: literal headers (RFC 7541, section 6.2.2) and one DATA frame that ends the stream."""
+    headers = {
+        b":method": b"POST",
+        b":scheme": b"http",
+        b":path": b"/test.Test/Echo",
+        b":authority": b"picker",
+        b"te": b"trailers",
+        b"content-type": b"application/grpc",
+    }
+    block = b"".join(
+        b"\x00" + bytes([len(name)]) + name + bytes([len(value)]) + value for name, value in headers.items()
+    )
+    body = b"\x00" + len(message).to_bytes(4, "big") + message
+    identifier = stream.to_bytes(4, "big")
+    return (
+        len(block).to_bytes(3, "big")
+        + b"\x01\x04"
+        + identifier
+        + block
+        + len(body).to_bytes(3, "big")
+        + b"\x00\x01"
+        + identifier
+        + body
+    )
