@@ -66,6 +66,22 @@ async def test_many_streams_at_once(start, dial, eventually):
     assert server.counters.streams_opened == 100
 
 
+async def test_cancelled_streams_leave_no_task(start, dial, recorder, eventually):
+    server, port = await start()
+    await dial(port).unary_unary("/test.Test/Unary")(b"warm up")
+    tasks = len(asyncio.all_tasks())
+    hold = dial(port).stream_stream("/test.Test/Hold")
+    streams = [hold() for _ in range(50)]
+    for stream in streams:
+        await stream.write(b"x")
+    await eventually(lambda: server.counters.streams_open == 50)
+    for stream in streams:
+        stream.cancel()
+    await eventually(lambda: all(handler.is_closed for handler in recorder.handlers))
+    del stream, streams
+    await eventually(lambda: len(asyncio.all_tasks()) <= tasks)
+
+
 async def test_messages_sent_outside_of_a_callback_arrive(start, dial, recorder, eventually):
     _, port = await start()
     stream = dial(port).stream_stream("/test.Test/Hold")()

@@ -122,10 +122,9 @@ class _Method:
         handler: Handler | None = None
         try:
             handler = self._make(call)
-            # Ends by itself when the RPC does: a read that is cancelled leaks inside grpcio.
-            reading = asyncio.get_running_loop().create_task(self._read(context, call, handler))
+            # The reader ends by itself when the RPC does: a read that is cancelled leaks inside grpcio.
+            call.reader = asyncio.get_running_loop().create_task(self._read(context, call, handler))
             await call.write()
-            del reading
         except Exception as error:  # noqa: BLE001 - a service's fault ends its own RPC, whatever it is
             self._failed(call, error)
         finally:
@@ -142,24 +141,26 @@ class _Method:
         context.set_details(call.text)
 
     async def _read(self, context: grpc.aio.ServicerContext[bytes, bytes], call: _Call, handler: Handler) -> None:
-        try:
-            while not call.over:
+        while not call.over:
+            try:
                 message: Any = await context.read()
-                if call.over:
-                    return
+            except Exception:  # noqa: BLE001 - grpcio has several ways to say that the RPC is over
+                return
+            if message is grpc.aio.EOF:
+                # A cancelled RPC looks like this too, until grpcio has got to cancelling its task.
+                for _ in range(_TURNS_TO_CANCEL):
+                    await asyncio.sleep(0)
+            if call.over:
+                return
+            try:
                 if message is grpc.aio.EOF:
-                    # A cancelled RPC looks like this too, until grpcio has got to cancelling its task.
-                    for _ in range(_TURNS_TO_CANCEL):
-                        await asyncio.sleep(0)
-                    if not call.over:
-                        handler.half_closed()
+                    handler.half_closed()
                     return
                 handler.message(message)
-                await call.room.wait()
-        except (asyncio.CancelledError, grpc.RpcError, grpc.aio.UsageError):
-            return
-        except Exception as error:  # noqa: BLE001 - a service's fault ends its own RPC, whatever it is
-            self._failed(call, error)
+            except Exception as error:  # noqa: BLE001
+                self._failed(call, error)
+                return
+            await call.room.wait()
 
     def _failed(self, call: _Call, error: Exception) -> None:
         """End the RPC of a handler that raised. The peer learns no details."""
@@ -175,6 +176,7 @@ class _Call:
         self.over = False
         self.status = Status.OK
         self.text = ""
+        self.reader: asyncio.Task[None] | None = None
         self.room = asyncio.Event()
         self.room.set()
         self._context = context
