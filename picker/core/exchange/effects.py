@@ -134,8 +134,4 @@ class Arm(Struct, frozen=True, gc=False):
     seconds: float
 
 
-class Close(Struct, frozen=True, gc=False):
-    """End the ext_proc stream with status OK; Envoy goes on without us."""
-
-
-Effect = HeadersReply | BodyReply | StreamedBody | TrailersReply | Immediate | Decide | Finish | Report | Arm | Close
+Effect = HeadersReply | BodyReply | StreamedBody | TrailersReply | Immediate | Decide | Finish | Report | Arm

@@ -47,18 +47,18 @@ def decode(data: bytes) -> Event:
         return RequestHeaders(_headers(headers), headers.end_of_stream, _subset(message), _protocol(message))
     if kind == "request_body":
         body = message.request_body
-        return RequestBody(body.body, body.end_of_stream, _subset(message))
+        return RequestBody(body.body, body.end_of_stream, _subset(message), _protocol(message))
     if kind == "response_headers":
         headers = message.response_headers
         fields = _headers(headers)
-        return ResponseHeaders(_status(fields), fields, headers.end_of_stream, _served(message))
+        return ResponseHeaders(_status(fields), fields, headers.end_of_stream, _served(message), _protocol(message))
     if kind == "response_body":
         body = message.response_body
-        return ResponseBody(body.body, body.end_of_stream, _served(message))
+        return ResponseBody(body.body, body.end_of_stream, _served(message), _protocol(message))
     if kind == "request_trailers":
-        return RequestTrailers()
+        return RequestTrailers(_protocol(message))
     if kind == "response_trailers":
-        return ResponseTrailers(_served(message))
+        return ResponseTrailers(_served(message), _protocol(message))
     raise MalformedMessageError("a ProcessingRequest of a kind that is not known here")
 
 
@@ -85,6 +85,7 @@ def _message(reply: Reply) -> pb.ProcessingResponse:
         _set(immediate.headers, reply.headers)
     elif isinstance(reply, TrailersReply):
         (message.request_trailers if reply.side is Side.REQUEST else message.response_trailers).SetInParent()
+        _steer(message, reply.destination)
     else:
         answer: pb.HeadersResponse | pb.BodyResponse
         if isinstance(reply, HeadersReply):
@@ -97,9 +98,16 @@ def _message(reply: Reply) -> pb.ProcessingResponse:
         if reply.remove_headers:
             answer.response.header_mutation.remove_headers.extend(reply.remove_headers)
         if reply.destination is not None:
-            fields = message.dynamic_metadata.fields[LB_METADATA].struct_value.fields
-            fields[DESTINATION].string_value = reply.destination
+            _set(answer.response.header_mutation, ((DESTINATION, reply.destination.encode()),))
+            _steer(message, reply.destination)
     return message
+
+
+def _steer(message: pb.ProcessingResponse, destination: str | None) -> None:
+    """Name the destination in dynamic metadata, which no client can set."""
+    if destination is not None:
+        fields = message.dynamic_metadata.fields[LB_METADATA].struct_value.fields
+        fields[DESTINATION].string_value = destination
 
 
 def _set(mutation: pb.HeaderMutation, headers: tuple[tuple[str, bytes], ...]) -> None:

@@ -12,7 +12,6 @@ from picker.core.director import Director, Ticket
 from picker.core.exchange.effects import (
     Anomaly,
     Arm,
-    Close,
     Decide,
     Effect,
     Finish,
@@ -25,7 +24,7 @@ from picker.core.headers import FALLBACKS_WANTED
 from picker.core.scheduling.decision import Decision, Reason
 from picker.core.telemetry import Telemetry
 from picker.io.extproc.codec import MalformedMessageError, decode, encode
-from picker.io.rpc import Call, HandlerFactory, Status
+from picker.io.rpc import Call, HandlerFactory
 
 METHOD = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 
@@ -154,8 +153,6 @@ class ExtProcStream:
                 self._service.telemetry.anomaly(effect.anomaly, "")  # type: ignore[union-attr]
             elif kind is Arm:
                 self._timer = asyncio.get_running_loop().call_later(effect.seconds, self._timer_fired)  # type: ignore[union-attr]
-            elif kind is Close:
-                self._call.finish(Status.OK)
             else:
                 send(encode(effect))  # type: ignore[arg-type]
 
