@@ -15,7 +15,6 @@ The only file that touches `ngh2`, which does framing, HPACK, flow control and v
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from heapq import heapify, heappop, heappush
 
 import ngh2
 import structlog
@@ -23,7 +22,9 @@ from ngh2 import DataReceived, ErrorCode, NGH2Error, RequestReceived, Setting, S
 
 from picker.io.rpc import Handler, HandlerFactory, Services, Status
 from picker.io.transport.counters import TransportCounters
+from picker.io.transport.deadlines import Deadlines
 from picker.io.transport.limits import Limits
+from picker.io.transport.preface import recognise
 from picker.io.transport.wire import PREFIX, PREFIX_SIZE, Unframer, encode_status, parse_timeout, read_metadata
 
 logger = structlog.get_logger(__name__)
@@ -42,13 +43,6 @@ _CONFIGURATION = ngh2.Configuration(
     max_continuations=256,
 )
 
-_HTTP1_BODY = b"This port speaks gRPC over HTTP/2 (h2c), not HTTP/1.\n"
-_HTTP1_ANSWER = (
-    b"HTTP/1.1 505 HTTP Version Not Supported\r\nconnection: close\r\ncontent-type: text/plain\r\n"
-    b"content-length: %d\r\n\r\n%b" % (len(_HTTP1_BODY), _HTTP1_BODY)
-)
-_TLS_HANDSHAKE_RECORD = 0x16
-
 
 class _Rpc:
     """One stream: the `Call` that its handler holds, and the connection's own record of it."""
@@ -57,7 +51,6 @@ class _Rpc:
         "_connection",
         "_headers",
         "_metadata",
-        "deadline",
         "half_closed",
         "handler",
         "over",
@@ -73,7 +66,6 @@ class _Rpc:
         self.stream_id = stream_id
         self.handler: Handler | None = None
         self.unframer: Unframer | None = None
-        self.deadline: float | None = None
         self.responded = False
         self.half_closed = False
         self.over = False
@@ -130,7 +122,9 @@ class Http2Connection:
         self._over: list[_Rpc] = []
         self._ending: dict[int, bool] = {}
         self._withheld: dict[int, int] = {}
-        self._deadlines: list[tuple[float, int]] = []
+        self._deadlines = Deadlines()
+        self._last_headers: tuple[tuple[bytes, bytes], ...] = ()
+        self._last_fields: dict[bytes, bytes] = {}
         self._http2 = ngh2.Connection(ngh2.Role.SERVER, _CONFIGURATION)
         self._http2.initiate_connection(
             {
@@ -144,7 +138,7 @@ class Http2Connection:
     @property
     def next_deadline(self) -> float | None:
         """When `expire` is due, on the clock; an RPC that ended early may still be counted in."""
-        return self._deadlines[0][0] if self._deadlines else None
+        return self._deadlines.next
 
     def receive_data(self, data: bytes) -> None:
         """Process bytes from the peer. What to answer is in `data_to_send`, also if this closed the connection."""
@@ -170,7 +164,12 @@ class Http2Connection:
             last_words, self._last_words = self._last_words, b""
             return last_words
         http2 = self._http2
-        out = http2.data_to_send(amount)
+        try:
+            out = http2.data_to_send(amount)
+        except NGH2Error:
+            self._reject("protocol_error")
+            self.lost()
+            return b""
         if events := http2.events():
             self._process(events)
         if (self._ending or self._withheld) and len(out) < amount and not self.closed and self._settle():
@@ -180,11 +179,9 @@ class Http2Connection:
 
     def expire(self, now: float) -> None:
         """End every RPC whose deadline has passed with DEADLINE_EXCEEDED."""
-        deadlines = self._deadlines
-        while deadlines and deadlines[0][0] <= now:
-            when, stream_id = heappop(deadlines)
+        for stream_id in self._deadlines.pop_due(now):
             rpc = self._rpcs.get(stream_id)
-            if rpc is not None and not rpc.over and rpc.deadline == when:
+            if rpc is not None and not rpc.over:
                 self._counters.deadlines_exceeded += 1
                 self._finish(rpc, Status.DEADLINE_EXCEEDED, "the deadline of the RPC passed")
 
@@ -265,7 +262,11 @@ class Http2Connection:
 
     def _open(self, event: RequestReceived) -> None:
         stream_id, headers = event.stream_id, event.headers
-        fields = dict(headers)
+        if headers == self._last_headers:
+            # Envoy opens every stream with the same headers: keep and look through them once.
+            headers, fields = self._last_headers, self._last_fields
+        else:
+            self._last_headers, self._last_fields = headers, (fields := dict(headers))
         self._counters.streams_opened += 1
         self._counters.streams_open += 1
         self._rpcs[stream_id] = rpc = _Rpc(self, stream_id, headers)
@@ -287,10 +288,11 @@ class Http2Connection:
         timeout = fields.get(b"grpc-timeout")
         if timeout is not None:
             try:
-                self._set_deadline(rpc, parse_timeout(timeout))
+                due = self._clock() + parse_timeout(timeout)
             except ValueError as error:
                 self._refuse(rpc, "bad_timeout", Status.INTERNAL, str(error))
                 return
+            self._deadlines.add(due, stream_id, self._rpcs)
         try:
             rpc.handler = make_handler(rpc)
         except Exception as error:  # noqa: BLE001 - a service's fault ends its own RPC, whatever it is
@@ -474,15 +476,6 @@ class Http2Connection:
         self._counters.resets_sent += 1
         self._http2.reset_stream(stream_id, code)
 
-    def _set_deadline(self, rpc: _Rpc, timeout: float) -> None:
-        rpc.deadline = self._clock() + timeout
-        deadlines = self._deadlines
-        heappush(deadlines, (rpc.deadline, rpc.stream_id))
-        if len(deadlines) > 2 * len(self._rpcs) + 64:
-            # Most belong to RPCs that ended in time.
-            deadlines[:] = [entry for entry in deadlines if entry[1] in self._rpcs]
-            heapify(deadlines)
-
     def _reject(self, reason: str, *, connection: bool = True) -> None:
         self._counters.rejected[reason] += 1
         if connection:
@@ -492,11 +485,7 @@ class Http2Connection:
         """Give the connection up: `data` broke the protocol so badly that HTTP/2 cannot even say so."""
         if self._greeted:
             self._reject("abuse" if isinstance(error, ngh2.DenialOfServiceError) else "protocol_error")
-        elif data[0] == _TLS_HANDSHAKE_RECORD:
-            self._reject("tls_on_plaintext")
-        elif data[:1].isalpha():
-            self._reject("http1")
-            self._last_words = _HTTP1_ANSWER
         else:
-            self._reject("bad_preface")
+            reason, self._last_words = recognise(data)
+            self._reject(reason)
         self.lost()
