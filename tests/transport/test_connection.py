@@ -593,3 +593,23 @@ def run(recorder, pieces):
     server.lost()
     assert all(handler.calls.count("closed") == 1 for handler in recorder.handlers)
     return seen, [handler.calls for handler in recorder.handlers]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    damage=st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=8),
+    cut=st.integers(1, 400),
+)
+def test_damaged_input_never_escapes_as_an_exception(new_recorder, damage, cut):
+    client = h2.connection.H2Connection()
+    client.initiate_connection()
+    for method in ("Echo", "Unary", "Hold", "FailOnMessage"):
+        stream = client.get_next_available_stream_id()
+        client.send_headers(stream, [*request(path=f"/test.Test/{method}"), ("grpc-timeout", "5S")])
+        client.send_data(stream, frame(b"some text") * 3)
+        client.ping(b"12345678")
+        client.end_stream(stream)
+    data = bytearray(client.data_to_send())
+    for position, value in damage:
+        data[len(PREFACE) + position % (len(data) - len(PREFACE))] = value
+    run(new_recorder(), [bytes(data[start : start + cut]) for start in range(0, len(data), cut)])
