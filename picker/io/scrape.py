@@ -21,6 +21,9 @@ MAX_PAGE_BYTES = 8 * 1024 * 1024
 """A page that is longer is not an engine's; real ones have some hundred kilobytes."""
 
 
+_HEADERS = {"accept": "text/plain, application/json", "accept-encoding": "identity", "user-agent": "picker"}
+
+
 class Outcome(StrEnum):
     """How a scrape ended; the label of a counter."""
 
@@ -72,7 +75,8 @@ class Scraper:
 
     async def run(self) -> None:
         """Scrape until cancelled. Endpoints come and go with the director's table."""
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), auto_decompress=False) as session:
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector, auto_decompress=False, headers=_HEADERS) as session:
             self._session = session
             try:
                 while True:
