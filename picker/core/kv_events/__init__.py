@@ -1,0 +1,1 @@
+"""What engines publish about their KV caches, as values, whatever release they are."""
