@@ -1,0 +1,255 @@
+"""The tracker against a model: a publisher with a bounded replay buffer, behind a link that loses, repeats and reorders.
+
+The model knows which life of the engine published what. Whatever happens, the applied batches must be an unbroken run
+of one life's batches, from the number that was announced; once all is quiet, the run must end with the last one
+published.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from picker.core.kv_events.decode import UndecodableBatchError
+from picker.core.kv_events.events import EventBatch
+from picker.core.kv_events.sequence import SequenceLimits, SequenceTracker
+from picker.core.kv_events.sequence_actions import (
+    AskReplay,
+    Begin,
+    Deliver,
+    Drop,
+    EndReplay,
+    Restarted,
+)
+
+LIMITS = SequenceLimits()
+
+
+def decode(payload: bytes) -> EventBatch:
+    try:
+        return EventBatch(float(payload.split()[0]), ())
+    except ValueError:
+        raise UndecodableBatchError("damaged") from None
+
+
+class Publisher:
+    """What an engine process does: batches are numbered from 0, the last ones are kept; time stamps are unique."""
+
+    def __init__(self, buffer: int) -> None:
+        self.published: list[bytes] = []
+        self.buffer: deque[tuple[int, bytes]] = deque(maxlen=buffer)
+        self.stamp = 0
+
+    def publish(self) -> tuple[int, bytes]:
+        self.stamp += 1
+        frame = (len(self.published), b"%d" % self.stamp)
+        self.published.append(frame[1])
+        self.buffer.append(frame)
+        return frame
+
+    def restart(self) -> None:
+        self.published = []
+        self.buffer.clear()
+
+    def replay(self, start: int) -> list[tuple[int, bytes]]:
+        return [frame for frame in self.buffer if frame[0] >= start]
+
+
+class World:
+    """A tracker, its publisher, and what is under way between them."""
+
+    def __init__(self, *, buffer: int | None, limits: SequenceLimits = LIMITS) -> None:
+        self.publisher = Publisher(buffer or 0)
+        self.tracker = SequenceTracker(decode, replay=buffer is not None, limits=limits)
+        self.now = 100.0
+        self.live: list[tuple[int, bytes]] = []
+        self.request: AskReplay | None = None
+        self.reply: deque[tuple[int, int, bytes | None]] = deque()  # number, sequence, payload (None: end)
+        self.since: int | None = None
+        self.applied: list[float] = []
+        self.counts: dict[Any, int] = {}
+        self.linked = False
+
+    def do(self, actions: Iterable[Any]) -> None:
+        for action in actions:
+            kind = action.reason if isinstance(action, Drop) else type(action)
+            self.counts[kind] = self.counts.get(kind, 0) + 1
+            match action:
+                case Deliver(sequence, batch):
+                    assert sequence is not None
+                    if self.since is None:
+                        self.since = sequence
+                    assert sequence == self.since + len(self.applied)
+                    self.applied.append(batch.timestamp)
+                case Restarted():
+                    self.since, self.applied = 0, []
+                case Begin(since):
+                    self.since, self.applied = since, []
+                case AskReplay():
+                    self.request = action
+                    self.reply.clear()
+                case EndReplay():
+                    self.request = None
+                    self.reply.clear()
+        self.check()
+
+    def check(self) -> None:
+        stamps = [float(payload) for payload in self.publisher.published]
+        if self.tracker.first is not None and self.linked and self.tracker._trusted:
+            assert self.applied == stamps[self.tracker.first : self.tracker.last + 1]
+            assert self.tracker.first == (self.since or 0)
+        assert self.tracker.complete == (self.tracker.first == 0)
+        assert self.tracker._held_bytes <= self.tracker._limits.max_held
+
+    def publish(self) -> None:
+        frame = self.publisher.publish()
+        if self.linked:
+            self.live.append(frame)
+
+    def arrive(self, index: int = 0) -> None:
+        if self.live:
+            sequence, payload = self.live.pop(index % len(self.live))
+            self.do(self.tracker.received(sequence, payload, self.now))
+
+    def connect(self) -> None:
+        if not self.linked:
+            self.linked = True
+            self.do(self.tracker.connected(self.now))
+
+    def disconnect(self) -> None:
+        while self.live:
+            self.arrive()
+        self.linked = False
+        self.tracker.disconnected()
+        self.reply.clear()
+
+    def serve(self) -> None:
+        if self.request is not None:
+            number = self.request.number
+            self.reply += [(number, *frame) for frame in self.publisher.replay(self.request.start)]
+            self.reply.append((number, -1, None))
+            self.request = None
+
+    def reply_arrives(self) -> None:
+        if self.reply:
+            number, sequence, payload = self.reply.popleft()
+            if payload is None:
+                self.do(self.tracker.replay_ended(number, self.now))
+            else:
+                self.do(self.tracker.replayed(number, sequence, payload, self.now))
+
+    def pass_time(self, seconds: float) -> None:
+        """Let time pass, ticking whenever it is due."""
+        end = self.now + seconds
+        for _ in range(10_000):
+            if (due := self.tracker.deadline) > end:
+                break
+            self.now = max(self.now, due)
+            self.do(self.tracker.tick(self.now))
+            assert self.tracker.deadline > self.now or self.tracker._is_next_held(), "a timer that does not move"
+        else:
+            raise AssertionError("timers never rest")
+        self.now = end
+
+    def quieten(self) -> None:
+        """Let the world heal: a working link, every replay served, and time for all timers."""
+        self.connect()
+        for _ in range(40):
+            while self.live or self.request or self.reply:
+                while self.live:
+                    self.arrive()
+                self.serve()
+                self.reply_arrives()
+            self.pass_time(10.0)
+
+
+OPERATIONS = (
+    *("publish", "arrive", "serve", "reply"),
+    *("lose", "repeat", "damage", "swap", "restart", "disconnect", "connect", "wait", "lose reply", "damage reply"),
+)
+
+
+def run(world: World, operations: list[tuple[str, int]]) -> None:
+    for name, number in operations:
+        live, reply = world.live, world.reply
+        match name:
+            case "publish":
+                for _ in range(number % 4 + 1):
+                    world.publish()
+            case "arrive":
+                for _ in range(number % 4 + 1):
+                    world.arrive()
+            case "serve":
+                world.serve()
+            case "reply":
+                for _ in range(number % 6 + 1):
+                    world.reply_arrives()
+            case "lose" if live:
+                live.pop(number % len(live))
+            case "repeat" if live:
+                live.insert(number % 3, live[number % len(live)])
+            case "damage" if live:
+                index = number % len(live)
+                live[index] = (live[index][0], b"x")
+            case "swap":
+                world.arrive(number)
+            case "restart":
+                world.disconnect()
+                world.publisher.restart()
+            case "disconnect":
+                world.disconnect()
+            case "connect":
+                world.connect()
+            case "wait":
+                world.pass_time(0.05 * 3 ** (number % 7))
+            case "lose reply" if reply:
+                del reply[number % len(reply)]
+            case "damage reply" if reply and reply[number % len(reply)][2] is not None:
+                index = number % len(reply)
+                reply[index] = (*reply[index][:2], b"x")
+
+
+OPERATION_LISTS = st.lists(st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 40)), max_size=60)
+
+
+@settings(deadline=None, max_examples=400)
+@given(OPERATION_LISTS, st.sampled_from([1, 2, 5, 1000]))
+def test_with_replay_it_ends_with_the_last_published_batch(operations: list[tuple[str, int]], buffer: int) -> None:
+    world = World(buffer=buffer)
+    run(world, operations)
+    world.quieten()
+    stamps = [float(payload) for payload in world.publisher.published]
+    assert not world.tracker.filling
+    assert world.tracker.last == len(stamps) - 1
+    assert world.tracker.first is not None
+    assert world.applied == stamps[world.tracker.first :]
+    assert world.tracker.complete == (world.tracker.first == 0)
+    if buffer == 1000 and "damage reply" not in [name for name, _ in operations]:
+        assert world.tracker.complete
+
+
+@settings(deadline=None, max_examples=400)
+@given(OPERATION_LISTS, st.sampled_from([None, 0]))
+def test_without_replay_it_goes_on_and_says_since_when(operations: list[tuple[str, int]], buffer: int | None) -> None:
+    world = World(buffer=buffer)
+    run(world, operations)
+    world.quieten()
+    world.publish()  # the loss of the last frame shows only with the next one
+    world.quieten()
+    stamps = [float(payload) for payload in world.publisher.published]
+    assert world.tracker.first is not None
+    assert world.applied == stamps[world.tracker.first :]
+    assert world.applied
+
+
+@settings(deadline=None, max_examples=100)
+@given(OPERATION_LISTS)
+def test_what_is_held_back_is_bounded(operations: list[tuple[str, int]]) -> None:
+    world = World(buffer=1000, limits=SequenceLimits(max_held=400))
+    run(world, operations)
+    world.quieten()
+    assert world.tracker.last == len(world.publisher.published) - 1
