@@ -33,6 +33,7 @@ from msgspec import Struct
 
 from picker.core.kv_events.decode import UndecodableBatchError
 from picker.core.kv_events.events import EventBatch
+from picker.core.kv_events.held_frames import HeldFrames
 from picker.core.kv_events.sequence_actions import (
     Action,
     AskReplay,
@@ -41,6 +42,7 @@ from picker.core.kv_events.sequence_actions import (
     Drop,
     Dropped,
     EndReplay,
+    Gap,
     Restarted,
     Resynchronised,
 )
@@ -50,9 +52,6 @@ _DIGESTS = 2048
 
 _SLICE = 32 << 10
 """Bytes of held frames that are delivered at once; `tick` is due at once for the rest."""
-
-_OVERHEAD = 128
-"""What holding a frame costs besides its payload, in bytes."""
 
 
 class SequenceLimits(Struct, frozen=True):
@@ -110,8 +109,7 @@ class SequenceTracker:
         self._connected = self._broken = False
         self._heard = -inf
         self._digests = array("q", bytes(8 * _DIGESTS))
-        self._held: dict[int, bytes | None] = {}  # None: damaged
-        self._held_bytes = 0
+        self._held = HeldFrames(self._limits.max_held)
         self._was_filling = False
         self._replay: _Replay | None = None
         self._replays = 0
@@ -154,7 +152,7 @@ class SequenceTracker:
         self._connected = True
         self._heard = now
         if self._replayable:
-            self._release_held()
+            self._held.clear()
             self._trusted = False
             if self._is_empty():
                 self.first = None
@@ -191,6 +189,8 @@ class SequenceTracker:
                 if self._is_known(sequence, payload):
                     return (Drop(Dropped.DUPLICATE),)
                 self._restart(now)
+            elif not self.filling:
+                self._out.append(Gap(sequence - self.last - 1))
         self._hold(sequence, None if damaged else payload)
         return self._settle(now)
 
@@ -267,7 +267,7 @@ class SequenceTracker:
         elif self.first is None or self._is_empty():
             if self._retains:
                 self._drop_phantoms(replay)
-            elif self._held.keys() & replay.expected:
+            elif self._held.numbers() & replay.expected:
                 self._retains = False
                 self._go_on()
                 return
@@ -291,15 +291,13 @@ class SequenceTracker:
 
     def _trust(self) -> None:
         self._trusted = True
-        for sequence in [held for held in self._held if held <= self.last]:
-            self._unhold(sequence)
-            self._out.append(Drop(Dropped.DUPLICATE))
+        self._let_go(lambda sequence: sequence <= self.last, Dropped.DUPLICATE)
 
     def _restart(self, now: float) -> None:
         self._out.append(Restarted())
         self._fresh = True
         self._forget_position()
-        self._release_held()
+        self._held.clear()
         if self._replayable and now >= self._retry_at:
             self._ask(now)
         elif self._replay is not None:
@@ -340,8 +338,7 @@ class SequenceTracker:
     def _take(self, sequence: int, payload: bytes, now: float) -> None:
         """Deliver the next frame of a replay; where it is damaged, the live copy, or else begin anew behind it."""
         held = self._held.get(sequence)
-        if sequence in self._held:
-            self._unhold(sequence)
+        self._held.remove(sequence)
         batch = self._read(payload)
         if batch is None and held is not None and held != payload:
             payload, batch = held, self._read(held)
@@ -359,24 +356,11 @@ class SequenceTracker:
     # Frames held back
 
     def _hold(self, sequence: int, payload: bytes | None) -> None:
-        if sequence in self._held:
-            if self._held[sequence] == payload:
-                self._out.append(Drop(Dropped.DUPLICATE))
-                return
-            self._unhold(sequence)
-        size = len(payload or b"") + _OVERHEAD
-        if self._held_bytes + size > self._limits.max_held:
-            self._out.append(Drop(Dropped.HELD_FULL))
-            return
-        self._held[sequence] = payload
-        self._held_bytes += size
+        if (refused := self._held.put(sequence, payload)) is not None:
+            self._out.append(Drop(refused))
 
-    def _unhold(self, sequence: int) -> None:
-        self._held_bytes -= len(self._held.pop(sequence) or b"") + _OVERHEAD
-
-    def _release_held(self) -> None:
-        self._held.clear()
-        self._held_bytes = 0
+    def _let_go(self, unwanted: Callable[[int], bool], reason: Dropped) -> None:
+        self._out += [Drop(reason)] * self._held.remove_where(unwanted)
 
     def _is_next_held(self) -> bool:
         return self._trusted and self._held.get(self.last + 1) is not None
@@ -386,9 +370,9 @@ class SequenceTracker:
         size = 0
         while size < _SLICE and self._is_next_held():
             sequence = self.last + 1
-            payload = self._held[sequence] or b""
+            payload = self._held.get(sequence) or b""
             size += len(payload)
-            self._unhold(sequence)
+            self._held.remove(sequence)
             batch = self._read(payload)
             if batch is None:
                 self._hold(sequence, None)
@@ -397,12 +381,8 @@ class SequenceTracker:
 
     def _drop_phantoms(self, replay: _Replay) -> None:
         """Drop what was held before a whole reply was asked and is not in it."""
-        reached = self.last + 1
-        while self._trusted and self._held.get(reached) is not None:
-            reached += 1
-        for sequence in [held for held in self._held if held >= reached and held in replay.expected]:
-            self._unhold(sequence)
-            self._out.append(Drop(Dropped.PHANTOM))
+        reached = self._held.run_after(self.last + 1) if self._trusted else 0
+        self._let_go(lambda sequence: sequence >= reached and sequence in replay.expected, Dropped.PHANTOM)
 
     # Waiting for what is missing
 
@@ -419,7 +399,7 @@ class SequenceTracker:
         self._replays += 1
         self._heard = now
         idle_at = now + self._limits.replay_idle
-        self._replay = _Replay(self._replays, frozenset(self._held), idle_at, healing=healing)
+        self._replay = _Replay(self._replays, self._held.numbers(), idle_at, healing=healing)
         if self._give_up_at == inf:
             self._give_up_at = now + self._limits.replay_total
         start = 0 if self.first is None or healing else max(self.first, self.last)
@@ -446,11 +426,8 @@ class SequenceTracker:
             self._lose()
         if not self._held or self._is_next_held():
             return
-        start = max(self._held) + 1
-        while self._held.get(start - 1) is not None:
-            start -= 1
-        for sequence in [held for held in self._held if held < start]:
-            self._unhold(sequence)
+        start = self._held.newest_run()
+        self._held.remove_where(lambda sequence: sequence < start)
         self._begin(start)
 
     def _settle(self, now: float) -> Sequence[Action]:

@@ -37,6 +37,12 @@ class EndReplay(Struct, frozen=True, gc=False):
     """Nothing more of the replay under way is wanted."""
 
 
+class Gap(Struct, frozen=True, gc=False):
+    """Count a gap of `missing` frames, which may still be filled."""
+
+    missing: int
+
+
 class Resynchronised(Struct, frozen=True, gc=False):
     """Nothing is held back any more."""
 
@@ -59,4 +65,4 @@ class Drop(Struct, frozen=True, gc=False):
     reason: Dropped
 
 
-Action = Deliver | Restarted | Begin | AskReplay | EndReplay | Resynchronised | Drop
+Action = Deliver | Restarted | Begin | AskReplay | EndReplay | Gap | Resynchronised | Drop

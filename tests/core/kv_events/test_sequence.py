@@ -103,7 +103,7 @@ class World:
             assert self.applied == stamps[self.tracker.first : self.tracker.last + 1]
             assert self.tracker.first == (self.since or 0)
         assert self.tracker.complete == (self.tracker.first == 0)
-        assert self.tracker._held_bytes <= self.tracker._limits.max_held
+        assert self.tracker._held.used_bytes <= self.tracker._limits.max_held
 
     def publish(self) -> None:
         frame = self.publisher.publish()

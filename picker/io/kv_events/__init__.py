@@ -1,0 +1,1 @@
+"""Engines' KV events from their ZMQ sockets."""

@@ -1,0 +1,61 @@
+"""Subscribes to the KV events of one engine, all its data-parallel ranks, over ZMQ."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from picker.core.kv_events.decode import decode
+from picker.core.kv_events.events import EventBatch
+from picker.io.kv_events.rank import RankSubscription
+from picker.io.kv_events.source import KvEventHandler, KvEventSource, SubscriberSettings
+
+MAX_SOCKETS = 16_384
+"""libzmq's own limit is 1,023 sockets a context; a rank needs three, and a fourth while it replays."""
+
+
+class KvEventSubscriber:
+    """Follows one engine. `ranks` has what can be said about each of its ranks.
+
+    `decode` makes a batch of a payload. An own ZMQ context is made, and ended with `run`, unless one is given.
+    """
+
+    def __init__(
+        self,
+        source: KvEventSource,
+        handler: KvEventHandler,
+        *,
+        settings: SubscriberSettings | None = None,
+        context: zmq.asyncio.Context | None = None,
+        decode: Callable[[bytes], EventBatch] = decode,
+    ) -> None:
+        self.source = source
+        self._context = context
+        settings = settings or SubscriberSettings()
+        self.ranks = tuple(RankSubscription(source, rank, handler, settings, decode) for rank in range(source.ranks))
+
+    async def run(self) -> None:
+        """Follow the engine until cancelled; it may come and go meanwhile."""
+        context = self._context or new_context()
+        try:
+            async with asyncio.TaskGroup() as group:
+                for rank in self.ranks:
+                    group.create_task(rank.run(context), name=f"kv events {rank.endpoint}")
+        finally:
+            if self._context is None:
+                context.term()
+
+    def stats(self) -> dict[str, dict[str, Any]]:
+        """Return what each rank has seen, by its number, for people."""
+        return {str(rank.rank): rank.stats() for rank in self.ranks}
+
+
+def new_context() -> zmq.asyncio.Context:
+    """Return a ZMQ context with room for many engines, for all subscribers of a process."""
+    context = zmq.asyncio.Context()
+    context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+    return context
