@@ -1,0 +1,306 @@
+"""Tokenizing in this process, from a Hugging Face tokenizer's directory.
+
+Read from it: `tokenizer.json`; `tokenizer_config.json` for the special tokens, `add_bos_token`, `add_eos_token` and
+`chat_template`; `special_tokens_map.json`; `chat_template.jinja`, which goes first; `config.json` for models that
+engines render without a template.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from array import array
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from random import Random
+from threading import Lock
+from typing import Any
+
+import jinja2
+import structlog
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+
+from picker.core.tokens.conversation import UnsupportedRequestError, read_chat
+from picker.core.tokens.lru import ByteLru
+from picker.core.tokens.prompt import EngineRequest, Served
+from picker.core.tokens.segments import Cutter, SegmentPlan, plan_segments
+from picker.io.tokenize.self_check import adversarial_prompts, first_difference
+from picker.io.tokenize.step import Outcome, StepError, Tokens
+from picker.io.tokenize.templates import ChatTemplate
+
+logger = structlog.get_logger(__name__)
+
+MAX_RENDER_SECONDS = 1.0
+"""A template that renders for longer is stopped, though nobody waits for it any more by then."""
+
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_WITHOUT_TEMPLATE = frozenset({"gpt_oss"})
+_CHECKED_PROMPTS = 300
+_ENTRY_BYTES = 200
+"""What Python needs for a cached segment beside its text and tokens."""
+
+
+class TokenizerFilesError(ValueError):
+    """A directory that is no usable tokenizer; the text names the file and what to do."""
+
+
+class LocalTokenizer:
+    """One tokenizer with its chat template. May be used by several threads at once.
+
+    `segments_off` says why segments are not cached for it; it is empty when they are.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        templates: Mapping[str, ChatTemplate],
+        plan: SegmentPlan,
+        cache_bytes: int,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._templates = templates
+        self.segments: ByteLru[tuple[bool, str], array[int]] = ByteLru(cache_bytes)
+        self.hits = 0
+        self.misses = 0
+        self._lock = Lock()
+        self._cutter: Cutter | None = None
+        self._ends = _ends(tokenizer)
+        self._later = tokenizer if plan.later is None else _prepared(json.dumps(plan.later))
+        self.segments_off = plan.unsafe
+        if not self.segments_off:
+            self._check(plan)
+
+    @classmethod
+    def load(cls, directory: Path, *, template: Path | None = None, cache_bytes: int = 64 * 2**20) -> LocalTokenizer:
+        """Load a directory; `template` is a chat template to use in the place of its own. Raises TokenizerFilesError.
+
+        Takes up to some seconds, for a large vocabulary.
+        """
+        source = _read(directory / "tokenizer.json")
+        if source is None:
+            raise TokenizerFilesError(f"{directory / 'tokenizer.json'} does not exist: convert the tokenizer to it")
+        settings = _special_tokens(directory)
+        description = _object(directory / "tokenizer.json", source)
+        try:
+            tokenizer = _prepared(source)
+        except Exception as error:  # the library raises nothing more special
+            raise TokenizerFilesError(f"{directory / 'tokenizer.json'}: {error}") from error
+        _require_tokens(directory, settings, tokenizer)
+        _add_ends(tokenizer, settings)
+        plan = plan_segments(description)
+        if settings.get("split_special_tokens"):
+            tokenizer.encode_special_tokens = True
+            plan = SegmentPlan(unsafe="special tokens are split like text")
+        return cls(tokenizer, _templates(directory, settings, template), plan, cache_bytes)
+
+    def _check(self, plan: SegmentPlan) -> None:
+        cutter = Cutter({text: i for text in plan.cuts if (i := self._tokenizer.token_to_id(text)) is not None})
+        prompts = adversarial_prompts(plan.cuts, Random(0), _CHECKED_PROMPTS)
+        different = first_difference(
+            cutter,
+            prompts,
+            lambda text: self._ids(self._tokenizer, text),
+            lambda text, first: self._ids(self._tokenizer if first else self._later, text),
+        )
+        if different is None:
+            self._cutter = cutter
+        else:
+            self.segments_off = f"self-check: segments of {different[:100]!r} give other tokens"
+
+    @staticmethod
+    def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> array[int]:
+        """Return the token ids of a text."""
+        if self._cutter is None or (add_special_tokens and self._ends is None):
+            return array("I", self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        pieces = self._cutter.cut(text)
+        if add_special_tokens and self._ends is not None:
+            begin, end = self._ends
+            return begin + self._join(pieces) + end
+        return self._join(pieces)
+
+    def _join(self, pieces: list[str | int]) -> array[int]:
+        """Put a prompt's tokens together; only texts that were never seen are tokenized, and not under the lock."""
+        parts: list[array[int] | None] = []
+        with self._lock:
+            for index, piece in enumerate(pieces):
+                parts.append(array("I", (piece,)) if isinstance(piece, int) else self.segments.get((index == 0, piece)))
+        missing = [index for index, part in enumerate(parts) if part is None]
+        for index in missing:
+            text = pieces[index]
+            assert isinstance(text, str)  # noqa: S101  ids are never missing
+            parts[index] = array("I", self._ids(self._later if index else self._tokenizer, text))
+        with self._lock:
+            self.hits += len(pieces) - len(missing)
+            self.misses += len(missing)
+            for index in missing:
+                text, part = pieces[index], parts[index]
+                assert isinstance(text, str) and part is not None  # noqa: S101, PT018
+                self.segments.put((index == 0, text), part, _ENTRY_BYTES + 4 * len(text) + 4 * len(part))
+        return array("I", b"".join(part for part in parts if part is not None))
+
+    def tokenize(self, request: EngineRequest) -> list[Tokens]:
+        """Return the tokens of a request's texts, or of its conversation. Raises UnsupportedRequestError."""
+        if request.prompts:
+            for name in ("truncate_prompt_tokens", "prompt_embeds"):
+                if request.field(name) is not None:
+                    raise UnsupportedRequestError(f"{name} is set")
+            special = request.field("add_special_tokens") is not False
+            texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
+            return [Tokens(self.encode(text, add_special_tokens=special)) for text in texts]
+        chat = read_chat(request)
+        template = self._templates.get("tool_use" if chat.tools and "tool_use" in self._templates else "default")
+        if template is None:
+            raise UnsupportedRequestError("the tokenizer has no chat template")
+        prompt = template.render(chat, MAX_RENDER_SECONDS)
+        return [Tokens(self.encode(prompt, add_special_tokens=chat.add_special_tokens))]
+
+
+class Local:
+    """The step that tokenizes in threads of this process. At most `max_waiting` requests wait for a thread."""
+
+    name = "local"
+
+    def __init__(self, tokenizer: LocalTokenizer, *, threads: int = 2, max_waiting: int = 64) -> None:
+        self.tokenizer = tokenizer
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
+        self._most = threads + max_waiting
+        self._busy = 0
+
+    async def tokenize(self, request: EngineRequest, served: Served, seconds: float) -> list[Tokens]:  # noqa: ARG002
+        """See `Step`. A thread that is too late finishes: what it tokenized is cached for the next request."""
+        if self._busy >= self._most:
+            raise StepError(Outcome.OVERLOADED, f"{self._busy} requests are being tokenized: give it more threads")
+        loop = asyncio.get_running_loop()
+        try:
+            future = self._threads.submit(self.tokenizer.tokenize, request)
+            self._busy += 1
+            future.add_done_callback(lambda _: _call_soon(loop, self._done))
+            async with asyncio.timeout(seconds):
+                return await asyncio.wrap_future(future)
+        except TimeoutError:
+            raise StepError(Outcome.TIMEOUT, f"not tokenized within {seconds:.3f} s") from None
+        except UnsupportedRequestError as error:
+            raise StepError(Outcome.UNSUPPORTED, str(error)) from error
+        except Exception as error:
+            raise StepError(Outcome.ERROR, repr(error)) from error
+
+    def _done(self) -> None:
+        self._busy -= 1
+
+    def close(self) -> None:
+        """End the threads; what waits is dropped."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(call)
+
+
+def _prepared(source: str) -> Tokenizer:
+    tokenizer = Tokenizer.from_str(source)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise TokenizerFilesError(f"{path} cannot be read: {error}") from error
+
+
+def _object(path: Path, source: str | None) -> dict[str, Any]:
+    if source is None:
+        return {}
+    try:
+        value = json.loads(source)
+    except (ValueError, RecursionError) as error:
+        raise TokenizerFilesError(f"{path} is no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise TokenizerFilesError(f"{path} holds no object")
+    return value
+
+
+def _special_tokens(directory: Path) -> dict[str, Any]:
+    """The tokenizer's settings, completed from the file where older releases kept the special tokens."""
+    settings, older = (
+        _object(path, _read(path))
+        for path in (directory / "tokenizer_config.json", directory / "special_tokens_map.json")
+    )
+    if "added_tokens_decoder" in settings:
+        return settings
+    return older | {name: value for name, value in settings.items() if value is not None}
+
+
+def _text(token: Any) -> str | None:
+    value = token.get("content") if isinstance(token, dict) else token
+    return value if isinstance(value, str) else None
+
+
+def _require_tokens(directory: Path, settings: Mapping[str, Any], tokenizer: Tokenizer) -> None:
+    """Refuse special tokens that engines would add to the vocabulary, as their ids cannot be known."""
+    decoder = settings.get("added_tokens_decoder")
+    added = [_text(token) for token in decoder.values()] if isinstance(decoder, dict) else []
+    for text in [*(_text(settings.get(name)) for name in _SPECIAL_TOKENS), *added]:
+        if text and tokenizer.token_to_id(text) is None:
+            raise TokenizerFilesError(
+                f"{directory / 'tokenizer_config.json'} names the token {text!r}, which tokenizer.json does not have: "
+                "save the tokenizer again"
+            )
+
+
+def _add_ends(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> None:
+    """Let the settings decide on begin and end tokens where they speak of them, as `transformers` does."""
+    if "add_bos_token" not in settings and "add_eos_token" not in settings:
+        return
+    bos, eos = (
+        _text(settings.get(f"{end}_token")) if settings.get(f"add_{end}_token") else None for end in ("bos", "eos")
+    )
+    tokenizer.post_processor = TemplateProcessing(
+        single=" ".join([*([bos] if bos else []), "$A", *([eos] if eos else [])]),
+        special_tokens=[(text, tokenizer.token_to_id(text)) for text in (bos, eos) if text],
+    )
+
+
+def _ends(tokenizer: Tokenizer) -> tuple[array[int], array[int]] | None:
+    """What the tokenizer puts before and after every text when special tokens are wanted; None if it is not constant."""
+    found = []
+    for text in ("probe", "another probe, longer"):
+        bare, full = (tokenizer.encode(text, add_special_tokens=special).ids for special in (False, True))
+        starts = range(len(full) - len(bare) + 1)
+        start = next((start for start in starts if full[start : start + len(bare)] == bare), None)
+        if start is None:
+            return None
+        found.append((full[:start], full[start + len(bare) :]))
+    begin, end = found[0]
+    return (array("I", begin), array("I", end)) if found[0] == found[1] else None
+
+
+def _templates(directory: Path, settings: Mapping[str, Any], template: Path | None) -> dict[str, ChatTemplate]:
+    """The chat templates by name; the one for everything is called "default"."""
+    config = _object(directory / "config.json", _read(directory / "config.json"))
+    if template is None and config.get("model_type") in _WITHOUT_TEMPLATE:
+        logger.warning("tokenizer_without_chats", directory=str(directory), model_type=config["model_type"])
+        return {}
+    variables = {name: text for name in _SPECIAL_TOKENS if (text := _text(settings.get(name))) is not None}
+    path = template or directory / "chat_template.jinja"
+    sources: Any = _read(path)
+    if sources is None:
+        if template is not None:
+            raise TokenizerFilesError(f"{template} does not exist: correct the path of the chat template")
+        sources = settings.get("chat_template")
+    named = sources if isinstance(sources, list) else [{"name": "default", "template": sources}] if sources else []
+    try:
+        return {str(each["name"]): ChatTemplate(each["template"], variables) for each in named}
+    except (jinja2.TemplateError, KeyError, TypeError) as error:
+        raise TokenizerFilesError(f"{directory}: its chat template cannot be used: {error!r}") from error
