@@ -304,6 +304,7 @@ class Flight:
     pick: int
     address: str
     prompt: set[str]
+    routed_at: int
     visible: bool = True
 
 
@@ -319,6 +320,9 @@ class Traffic(RuleBasedStateMachine):
         self.births: dict[tuple[str, str], int] = {}
         """By name and address, the endpoints there are; each gets a number of its own when it comes."""
         self.born = 0
+        self.moment = 0
+        self.emptied: dict[int, int] = {}
+        """When each endpoint last came up with nothing in it; it learns nothing from requests routed before."""
         self.open: list[Flight] = []
         self.learnt: set[tuple[int, str]] = set()
 
@@ -340,8 +344,14 @@ class Traffic(RuleBasedStateMachine):
             if one in came:
                 self.born += 1
                 self.births[one] = self.born
+                self.empty(self.born)
+
+    def empty(self, number: int) -> None:
+        self.moment += 1
+        self.emptied[number] = self.moment
 
     def forget_birth(self, number: int) -> None:
+        self.empty(number)
         self.learnt = {(holder, beginning) for holder, beginning in self.learnt if holder != number}
         for flight in self.open:
             flight.visible &= flight.pick != number
@@ -358,7 +368,7 @@ class Traffic(RuleBasedStateMachine):
         if decision.order:
             address = decision.destinations[0]
             ticket = self.made.route(decision)
-            self.open.append(Flight(ticket, self.birth(address), address, self.beginnings(prompt)))
+            self.open.append(Flight(ticket, self.birth(address), address, self.beginnings(prompt), self.moment))
 
     def check(self, decision: Decision, allowed: set[str], fallbacks: int) -> None:
         assert {one.address for one in decision.endpoints} == allowed
@@ -381,7 +391,7 @@ class Traffic(RuleBasedStateMachine):
         if success:
             known = {where: number for (_, where), number in self.births.items()}
             holder = known.get(served) if served else flight.pick
-            if holder in known.values():
+            if holder in known.values() and self.emptied[holder] <= flight.routed_at:
                 self.learnt |= {(holder, beginning) for beginning in flight.prompt}
 
     @rule(data=st.data())

@@ -66,6 +66,8 @@ def build_scheduler(spec: SchedulerSpec, previous: Scheduler | None, on_evict: O
     def args(name: str) -> Struct:
         return spec.args.get(name) or PLUGINS[name].args()
 
+    filters = [make(args(name)) for name in spec.filters if (make := PLUGINS[name].filter)]
+    scorers = [(rate(args(name)), weight) for name, weight in spec.scorers if (rate := PLUGINS[name].scorer)]
     producers: list[Producer] = []
     for name, _ in spec.scorers:
         plugin = PLUGINS[name]
@@ -77,6 +79,4 @@ def build_scheduler(spec: SchedulerSpec, previous: Scheduler | None, on_evict: O
                 notes.append(f"{name}: the index starts empty, because its blocks have another size now")
         else:
             producers.append(plugin.producer(args(name), on_evict))
-    filters = [make(args(name)) for name in spec.filters if (make := PLUGINS[name].filter)]
-    scorers = [(rate(args(name)), weight) for name, weight in spec.scorers if (rate := PLUGINS[name].scorer)]
     return Scheduler(filters, producers, scorers), notes
