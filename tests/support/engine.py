@@ -69,7 +69,7 @@ class Engine:
         """Listen, on the same port as before if there was one."""
         app = web.Application()
         app.router.add_get("/metrics", self._metrics)
-        app.router.add_route("*", "/{path:.*}", self._answer)
+        app.router.add_route("*", "/{path:(?s:.*)}", self._answer)
         self._runner = web.AppRunner(
             app, access_log=None, shutdown_timeout=0.05, handler_cancellation=True, auto_decompress=False
         )

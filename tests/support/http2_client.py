@@ -48,15 +48,13 @@ async def send_all(port: int, path: str, bodies: Sequence[bytes], tags: Sequence
 
 def _upload(http2: h2.connection.H2Connection, unsent: dict[int, bytes]) -> None:
     """Send as much of the bodies as the windows allow."""
-    for stream, body in list(unsent.items()):
-        while True:
+    for stream in list(unsent):
+        while stream in unsent:
+            body = unsent[stream]
             room = min(http2.local_flow_control_window(stream), http2.max_outbound_frame_size)
-            piece, body = body[:room], body[room:]
-            if not body:
-                http2.send_data(stream, piece, end_stream=True)
+            if room <= 0 < len(body):
+                break
+            http2.send_data(stream, body[:room], end_stream=len(body) <= room)
+            unsent[stream] = body[room:]
+            if not unsent[stream]:
                 del unsent[stream]
-                break
-            if not piece:
-                unsent[stream] = body
-                break
-            http2.send_data(stream, piece)
