@@ -106,9 +106,9 @@ class RawClient:
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """Chunks of a chunked body as they come."""
-        while size := int(await self._reader.readline() or b"x", 16):
+        while size := int(await self._reader.readuntil(b"\r\n"), 16):
             yield (await self._reader.readexactly(size + 2))[:-2]
-        while await self._reader.readline() != b"\r\n":
+        while await self._reader.readuntil(b"\r\n") != b"\r\n":
             pass
 
     async def rest(self, until: bytes) -> bytes:
