@@ -67,7 +67,8 @@ def everything(made: Director) -> str:
     """All state but the random numbers, as text."""
     table = {name: str(value) for name, value in vars(made.table).items()}
     indexes = [
-        (str(one.index._masks), str(one.index._recorded), str(one.index._held)) for one in made.scheduler.producers
+        (one.index.entries, one.index.held, {run.hashes[0]: run.mask for run in one.index._runs.values()})
+        for one in made.scheduler.producers
     ]
     return json.dumps([table, indexes, made.in_flight])
 
@@ -427,7 +428,7 @@ class Traffic(RuleBasedStateMachine):
         assert set(flights(self.made).values()) <= {0}
         self.made.replace_endpoints([])
         for producer in self.made.scheduler.producers:
-            assert not producer.index._masks
+            assert not producer.index._runs
             assert not producer.index.entries
 
 

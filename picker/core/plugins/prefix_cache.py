@@ -39,12 +39,12 @@ class PrefixCacheArgs(Struct, frozen=True, forbid_unknown_fields=True):
 class PrefixCacheProducer:
     """Matches prompts against what was sent where.
 
-    `on_evict(model)` is told every entry that a full list drops.
+    `on_evict(model, blocks)` is told the entries that a full list drops.
     """
 
     name = "prefix-cache"
 
-    def __init__(self, args: PrefixCacheArgs, on_evict: Callable[[str], None]) -> None:
+    def __init__(self, args: PrefixCacheArgs, on_evict: Callable[[str, int], None]) -> None:
         self._args = args.effective()
         self._on_evict = on_evict
         self.index = PrefixIndex(self._args.maxHashCacheSize, on_evict)
