@@ -45,6 +45,7 @@ async def test_mode(pickers, start_envoy_here, engines, request_mode, response_m
         endpoints=[engine.address for engine in engines],
         request_body=request_mode,
         response_body=response_mode,
+        message_timeout=10,
     )
     exchanges, before, after = await swept(await start_envoy_here(config), picker, engines)
 

@@ -172,12 +172,14 @@ class PickerProcess:
     async def settled(self) -> Samples:
         """Wait until nothing of any request is left, then read the metrics."""
 
-        async def idle() -> Samples | None:
+        async def idle() -> bool:
             samples = await self.metrics()
             left = ("in_flight_requests", "endpoint_in_flight_requests", "open_streams", "buffered_body_bytes")
-            return None if any(samples(name) for name in (*left, "prefix_cache_held")) else samples
+            return not any(samples(name) for name in (*left, "prefix_cache_held"))
 
-        samples: Samples = await until(idle)
+        await until(idle)
+        # Metrics are not all read at one moment: what is counted at the end of a request may be on the next page only.
+        samples = await self.metrics()
         assert samples.series("errors_total", "where") == {}, self.events("unexpected error")
         return samples
 
