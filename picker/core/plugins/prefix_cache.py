@@ -6,6 +6,7 @@ visible to the next decision at once, and vanishes if its request fails.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from msgspec import Struct
 from picker.core.endpoints import Floats, Integers
 from picker.core.prefix_cache.hashing import block_hashes
 from picker.core.prefix_cache.index import Hold, PrefixIndex
-from picker.core.scheduling.api import Candidates, MatchInfo, Request, Rng
+from picker.core.scheduling.api import Candidates, MatchInfo, Request, Rng, sample
 
 
 class PrefixCacheArgs(Struct, frozen=True, forbid_unknown_fields=True):
@@ -128,10 +129,14 @@ def _keep_longest(matched: Integers, most: int, rng: Rng) -> None:
     """Set all but the `most` longest matches to none, by chance among equals."""
     if np.count_nonzero(matched) <= most:
         return
-    shortest = sorted(matched.tolist())[-most]
+    ascending = sorted(matched.tolist())
+    shortest = ascending[-most]
+    if ascending[0] < shortest:
+        matched[matched < shortest] = 0
     equal = (matched == shortest).nonzero()[0].tolist()
-    matched[matched <= shortest] = 0
-    matched[rng.sample(equal, most - int(np.count_nonzero(matched)))] = shortest
+    surplus = len(ascending) - most - bisect_left(ascending, shortest)
+    if surplus:
+        matched[sample(equal, surplus, rng)] = 0
 
 
 def _add(by_slot: Integers, mask: int, blocks: int) -> None:
