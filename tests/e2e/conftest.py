@@ -68,8 +68,10 @@ async def pickers():
         return running[key]
 
     yield start
+    complaints = [line for picker in running.values() for line in picker.complaints()]
     for picker in running.values():
         await picker.close()
+    assert complaints == []
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -84,8 +86,10 @@ async def start_picker():
         return picker
 
     yield start
+    complaints = [line for picker in started for line in picker.complaints()]
     for picker in started:
         await picker.close()
+    assert complaints == []
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

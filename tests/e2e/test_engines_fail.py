@@ -14,6 +14,8 @@ from tests.support.picker_process import over, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
+ONLY_LOAD = {"name": "least-request", "weight": 1}
+
 
 def in_front_of(template, picker, engines, **changes):
     return bootstrap(template, picker=picker.address, endpoints=[engine.address for engine in engines], **changes)
@@ -32,10 +34,9 @@ async def test_requests_of_a_dead_engine_go_to_the_fallbacks_and_teach_about_the
     async with load(envoy.port) as traffic:
         await traffic.more(60)
         await engines[0].kill()
-        begun = {tag for tag, seen in engines[0].seen.items() if seen}
+        begun = set(traffic.begun)
         await traffic.more(100)
     assert traffic.errors.keys() <= begun
-    assert len(traffic.errors) <= 12
 
     before = await picker.settled()
     answers = await asyncio.gather(*(send(envoy.port, long_prompt(number)) for number in range(30)))
@@ -60,20 +61,20 @@ async def test_requests_of_a_dead_engine_go_to_the_fallbacks_and_teach_about_the
 
 
 @pytest.mark.parametrize("template", Template)
-@pytest.mark.parametrize("status", [400, 500, 503])
-async def test_an_engine_that_fails_teaches_nothing(start_picker, start_envoy_here, start_engines, template, status):
+async def test_an_engine_that_fails_teaches_nothing(start_picker, start_envoy_here, start_engines, template):
     engines = await start_engines(2)
     picker = await start_picker(over(engines))
     envoy = await start_envoy_here(in_front_of(template, picker, engines))
-    for engine in engines:
-        engine.status = status
-    for number in range(6):
-        answer = await send(envoy.port, long_prompt(number))
-        assert (answer.status, answer.body) == (status, b"this engine fails")
+    for status in (400, 404, 500, 503):
+        for engine in engines:
+            engine.status = status
+        for number in range(3):
+            answer = await send(envoy.port, long_prompt(number))
+            assert (answer.status, answer.body) == (status, b"this engine fails")
     metrics = await picker.settled()
-    assert metrics("learned_total", success="false") == 6
+    assert metrics("learned_total", success="false") == 12
     assert metrics("learned_total", success="true") == 0
-    assert metrics("requests_finished_total", status=f"{status // 100}xx") == 6
+    assert metrics("requests_finished_total", status="4xx") == metrics("requests_finished_total", status="5xx") == 6
     assert metrics("prefix_cache_entries") == 0
     assert {matched for matched, _ in (await picker.matched(long_prompt(0))).values()} == {0}
 
@@ -120,9 +121,6 @@ async def test_a_hanging_engine_gets_no_more_requests_and_those_that_give_up_are
     metrics = await picker.settled()
     assert metrics("requests_finished_total", status="none") == 1
     assert metrics("learned_total", success="false") == 1
-
-
-ONLY_LOAD = {"name": "least-request", "weight": 1}
 
 
 async def test_an_engine_that_cuts_its_answers_short_leaves_nothing_behind(start_picker, start_envoy_here, wire):

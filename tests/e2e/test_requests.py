@@ -15,6 +15,7 @@ from tests.support import http2_client
 from tests.support.bodies import chat, chat_of
 from tests.support.engine import answer_bytes
 from tests.support.http_client import RawClient, send
+from tests.support.leaving import STAGES, leave
 from tests.support.picker_process import over
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -236,33 +237,6 @@ async def test_many_requests_in_turn_on_one_connection(shipped, seen):
 
 
 # Clients that leave
-
-
-async def leave(port, stage, dice):
-    """Begin a request and drop the connection at one of its stages."""
-    client = await RawClient.connect(port)
-    body = chat_of(dice.choice((200, 70_000)), dice.randrange(10**9))
-    try:
-        await client.head("POST", f"{CHAT}?bytes=3000&chunks=30&every=0.01", [("content-length", str(len(body)))])
-        if stage == "before the upload":
-            return
-        if stage == "during the upload":
-            await client.send(body[: len(body) // 2])
-            await asyncio.sleep(dice.random() * 0.02)
-            return
-        await client.send(body)
-        if stage == "after the upload":
-            await asyncio.sleep(dice.random() * 0.02)
-            return
-        await asyncio.wait_for(client.answer_head(), 10)
-        async for _ in client.chunks():
-            if dice.random() < 0.2:
-                return
-    finally:
-        client.abort()
-
-
-STAGES = ["before the upload", "during the upload", "after the upload", "during the answer"]
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import random
 
 import pytest
 
@@ -10,9 +12,10 @@ from picker.app.envoy import Template, bootstrap
 from picker.core.exchange.events import BodyMode
 from tests.support.bodies import chat
 from tests.support.http_client import RawClient, send
+from tests.support.leaving import STAGES, leave
 from tests.support.load import load
-from tests.support.picker_process import over, until
-from tests.support.sweep import sweep
+from tests.support.picker_process import over
+from tests.support.sweep import MEBIBYTE, sweep
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -94,49 +97,60 @@ async def test_both_transports_refuse_the_same(pickers, start_envoy_here, templa
     assert [status for status, *_ in refusals[0]] == [503, 503]
 
 
-@pytest.mark.parametrize("template", Template)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_ext_proc_through_tls(start_picker, start_envoy_here, engines, transport, template):
+async def test_ext_proc_through_tls(start_picker, start_envoy_here, engines, transport):
     picker = await start_picker(over_transport(engines, transport, tls={"mode": "self-signed"}))
-    config = bootstrap(template, picker=picker.address, endpoints=[engine.address for engine in engines])
-    (cluster,) = [cluster for cluster in config["static_resources"]["clusters"] if cluster["name"] == "picker"]
-    cluster["transport_socket"] = {
-        "name": "envoy.transport_sockets.tls",
-        "typed_config": {
-            "@type": "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext",
-            "common_tls_context": {"alpn_protocols": ["h2"]},
-        },
-    }
-    envoy = await start_envoy_here(config)
-    for exchange in await sweep(envoy.port, picker, engines):
-        exchange.check()
-    stats = await envoy.stats("cluster.picker.")
-    assert stats["cluster.picker.ssl.handshake"] > 0
-
-    async def healthy():
-        return (await envoy.stats("cluster.picker.health_check."))["cluster.picker.health_check.success"]
-
-    await until(healthy)
+    for template in Template:
+        config = bootstrap(template, picker=picker.address, endpoints=[engine.address for engine in engines])
+        (cluster,) = [cluster for cluster in config["static_resources"]["clusters"] if cluster["name"] == "picker"]
+        cluster["transport_socket"] = {
+            "name": "envoy.transport_sockets.tls",
+            "typed_config": {
+                "@type": "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext",
+                "common_tls_context": {"alpn_protocols": ["h2"]},
+            },
+        }
+        envoy = await start_envoy_here(config)
+        for exchange in await sweep(envoy.port, picker, engines, [0, 1, 62_001, MEBIBYTE]):
+            exchange.check()
+        stats = await envoy.stats("cluster.picker.")
+        assert stats["cluster.picker.ssl.handshake"] > 0
+        assert stats["cluster.picker.health_check.success"] > 0
     await picker.settled()
 
 
-@pytest.mark.parametrize("graceful", [True, False], ids=["half-close", "reset"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("template", Template)
-async def test_however_envoy_ends_streams(start_picker, start_envoy_here, engines, template, transport, graceful):
+async def test_however_envoy_ends_streams(start_picker, start_envoy_here, engines, transport):
     picker = await start_picker(over_transport(engines, transport))
     addresses = [engine.address for engine in engines]
-    config = bootstrap(template, picker=picker.address, endpoints=addresses, graceful_close=graceful)
-    envoy = await start_envoy_here(config)
-    async with load(envoy.port) as traffic:
-        await traffic.more(150)
-    assert traffic.errors == {}
-    metrics = await picker.settled()
-    assert metrics("anomalies_total") == 0
-    assert metrics("learned_total", success="true") == traffic.total
-    resets = (await envoy.stats("cluster.picker.http2."))["cluster.picker.http2.tx_reset"]
-    assert resets == (0 if graceful else traffic.total)
-    assert metrics("transport_events_total", event="handler_errors") == 0
+    served = 0
+    for template, graceful in itertools.product(Template, (True, False)):
+        config = bootstrap(template, picker=picker.address, endpoints=addresses, graceful_close=graceful)
+        envoy = await start_envoy_here(config)
+        async with load(envoy.port) as traffic:
+            await traffic.more(150)
+        assert traffic.errors == {}
+        served += traffic.total
+        metrics = await picker.settled()
+        assert metrics("anomalies_total") == 0
+        assert metrics("learned_total", success="true") == served
+        resets = (await envoy.stats("cluster.picker.http2."))["cluster.picker.http2.tx_reset"]
+        assert resets == (0 if graceful else traffic.total)
+        assert metrics("transport_events_total", event="handler_errors") == 0
+
+
+@pytest.mark.parametrize("template", Template)
+async def test_clients_that_leave_leave_nothing_behind_with_grpcio(pickers, start_envoy_here, engines, template):
+    picker = await pickers(over_transport(engines, "grpcio"))
+    addresses = [engine.address for engine in engines]
+    envoy = await start_envoy_here(bootstrap(template, picker=picker.address, endpoints=addresses))
+    dice = random.Random(11)
+    before = await picker.metrics()
+    await asyncio.gather(*(leave(envoy.port, dice.choice(STAGES), dice) for _ in range(150)))
+    after = await picker.settled()
+    assert after("anomalies_total") == before("anomalies_total")
+    routed = after("decisions_total", reason="routed") - before("decisions_total", reason="routed")
+    assert after("learned_total") - before("learned_total") == routed
 
 
 async def test_more_requests_than_a_connection_may_have_streams(start_picker, start_envoy_here, engines):

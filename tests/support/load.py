@@ -24,6 +24,8 @@ class Load:
     errors: dict[str, str] = field(default_factory=dict)
     """Requests that got no good answer, with what they got."""
     served_by: Counter[str] = field(default_factory=Counter)
+    begun: set[str] = field(default_factory=set)
+    """Tags of all requests so far, those under way included."""
 
     @property
     def total(self) -> int:
@@ -50,6 +52,7 @@ async def load(
         while running:
             number = next(_numbers)
             tag = f"load-{number}"
+            result.begun.add(tag)
             try:
                 client = client or await RawClient.connect(port)
                 answer: Answer = await client.request(make(number), path=path, headers=[("x-tag", tag)])

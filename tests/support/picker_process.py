@@ -33,9 +33,13 @@ async def until(condition: Callable[[], Awaitable[Any]], seconds: float = 8.0) -
 
 
 def over(engines: Sequence[Engine], **more: Any) -> dict[str, Any]:
-    """A configuration for these engines, which are scraped often."""
+    """A configuration for these engines. They are scraped when the picker starts, and then once a second."""
     entries = [{"name": f"engine-{number}", "address": engine.address} for number, engine in enumerate(engines)]
-    return {"endpoints": {"static": entries}, "scrape": {"intervalSeconds": 0.1}, **more}
+    return {"endpoints": {"static": entries}, "scrape": {"intervalSeconds": 1, "staleSeconds": 10}, **more}
+
+
+OFTEN = {"intervalSeconds": 0.05}
+"""Scraping for tests that change what engines say."""
 
 
 class Samples:
@@ -135,6 +139,10 @@ class PickerProcess:
     def events(self, event: str) -> list[dict[str, Any]]:
         """The log lines whose event starts so."""
         return [line for line in self.log() if line["event"].startswith(event)]
+
+    def complaints(self) -> list[dict[str, Any]]:
+        """Log lines that should never be: errors, and whatever else ends up in the log, such as tracebacks."""
+        return [line for line in self.log() if line.get("level") not in ("debug", "info", "warning")]
 
     async def get(self, path: str) -> Any:
         assert self._session is not None
