@@ -128,7 +128,7 @@ class TestKeep:
             for path in ("/debug/scores", "/metrics"):
                 with urlopen(self.url(running, rf"(http://\S+{path})")) as answer:
                     assert answer.status == 200
-            explain = running.found(r"\npicker (explain .*)").split()
+            explain = running.found(r"picker (explain .*)").split()
             table = subprocess.run(
                 [sys.executable, "-m", "picker", *explain], capture_output=True, text=True, timeout=20, check=True
             ).stdout

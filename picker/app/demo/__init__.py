@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import shlex
+import shutil
 import signal
 import sys
 
@@ -130,7 +131,6 @@ def describe(shape: Shape, workload: Workload, engines: int) -> str:
 
 async def _keep(options: argparse.Namespace) -> int:
     ports = _ports(options, _KEPT_PORTS)
-    ports.require_free()
     async with picker_stack(Shape(), options.engines, ports, options.template) as stack:
         request = stack.directory / "request.json"
         (prompt, *_) = plan(Shape(), engines=1, seconds=0, seed=options.seed).prompts
@@ -143,6 +143,7 @@ async def _keep(options: argparse.Namespace) -> int:
 
 def _things_to_try(stack: Stack) -> str:
     request, ports = shlex.quote(str(stack.directory / "request.json")), stack.ports
+    command = "picker" if shutil.which("picker") else shlex.join([sys.executable, "-m", "picker"])
     lines = [
         f"Envoy, the picker and {len(stack.engines)} engines are up, until Ctrl-C. Logs: {stack.directory}",
         "",
@@ -150,7 +151,7 @@ def _things_to_try(stack: Stack) -> str:
         f"curl -si {stack.url}{ROUTE} -H 'content-type: application/json' -d @{request}",
         f"curl -si {stack.url}/v1/models",
         "# Why: scores of every engine, as a table, and the last decisions as a page",
-        f"picker explain --admin 127.0.0.1:{ports.admin} --body {request}",
+        f"{command} explain --admin 127.0.0.1:{ports.admin} --body {request}",
         f"curl -s http://127.0.0.1:{ports.http}/debug/scores",
         f"curl -s http://127.0.0.1:{ports.http}/metrics",
         f"grpcurl -plaintext 127.0.0.1:{ports.admin} list",
@@ -160,9 +161,12 @@ def _things_to_try(stack: Stack) -> str:
 
 
 def _ports(options: argparse.Namespace, default: Ports) -> Ports:
+    """The ports that were asked for. Raises DemoError if one of them is taken."""
     given = (options.port, options.extproc_port, options.admin_port, options.http_port)
     defaults = (default.listener, default.extproc, default.admin, default.http)
-    return Ports(*(fallback if port is None else port for port, fallback in zip(given, defaults, strict=True)))
+    ports = Ports(*(fallback if port is None else port for port, fallback in zip(given, defaults, strict=True)))
+    ports.require_free()
+    return ports
 
 
 def _seconds(text: str) -> float:

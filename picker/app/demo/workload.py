@@ -29,7 +29,7 @@ class Shape:
     prompts: int = 6
     """System prompts. Some are asked for more than others: number k with weight 1 / sqrt(k)."""
     prompt_tokens: int = 4_000
-    requests_per_second: float = 8.0
+    requests_per_second: float = 7.0
     mean_turns: float = 3.0
     """Of a conversation; the number of turns is geometric, at most `most_turns`."""
     most_turns: int = 10
