@@ -212,3 +212,29 @@ async def test_endpoints_in_the_configuration_change_with_it(start_picker, start
     picker.send_signal(signal.SIGHUP)
     await known(picker, 0)
     assert (await send(envoy.port, prompt(1))).status == 503
+
+
+async def test_a_picker_without_its_list_is_not_ready_and_not_asked(
+    start_picker, start_envoy_here, start_engines, tmp_path
+):
+    engines = await start_engines(2)
+    path = tmp_path / "endpoints.yaml"
+    picker = await start_picker({"endpoints": {"file": {"path": str(path), "pollSeconds": 0.05}}})
+    addresses = [engine.address for engine in engines]
+    envoy = await start_envoy_here(bootstrap(Template.BUFFERED, picker=picker.address, endpoints=addresses))
+    assert await picker.get("/health") == {"status": "not ready", "reason": "starting"}
+
+    async def left_out():
+        answer = await send(envoy.port, prompt(1))
+        return answer.status == 200
+
+    await until(left_out)
+    list_endpoints(path, engines)
+    await known(picker, 2)
+    assert await picker.get("/health") == {"status": "ok"}
+
+    async def asked():
+        assert (await send(envoy.port, prompt(1))).status == 200
+        return (await picker.metrics())("decisions_total", reason="routed")
+
+    await until(asked)

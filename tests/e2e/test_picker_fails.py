@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 import time
+from asyncio.subprocess import PIPE
 
 import pytest
+import yaml
 
 from picker.app.envoy import Template, bootstrap
 from tests.support.bodies import chat
@@ -159,3 +162,37 @@ async def test_full_duplex_serves_again_once_the_picker_is_back(start_picker, st
     async with load(envoy.port) as traffic:
         await traffic.more(30)
     assert traffic.errors == {}
+
+
+async def test_a_picker_that_waits_no_longer_costs_no_request(start_picker, start_envoy_here, engines):
+    picker = await start_picker(over(engines, listen={"drainSeconds": 0.3}))
+    envoy = await start_envoy_here(in_front_of(Template.BUFFERED, picker, engines))
+    paths = ("/v1/chat/completions?bytes=90&every=2", "/v1/chat/completions?bytes=90&chunks=20&every=0.1")
+    slow = [asyncio.create_task(send(envoy.port, chat("slow"), path=path)) for path in paths]
+
+    async def begun():
+        return (await picker.metrics())("in_flight_requests") == len(slow)
+
+    await until(begun)
+    assert await picker.stop(signal.SIGINT) == 0
+    assert not any(task.done() for task in slow)
+    for answer in await asyncio.gather(*slow):
+        assert (answer.status, answer.body) == (200, answer_bytes(90))
+
+
+async def test_a_picker_that_cannot_start_says_why(pickers, engines, tmp_path):
+    running = await pickers(over(engines))
+    for document, code, words in (
+        (yaml.safe_dump({"listen": {"extproc": running.address}}), 1, "listen"),
+        ("scheduler: {plugin: {}}", 2, "plugins"),
+        ("- a list", 2, "expected a mapping"),
+    ):
+        path = tmp_path / "picker.yaml"
+        path.write_text(document)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "picker", "serve", "-c", str(path)), stdout=PIPE, stderr=PIPE
+        )
+        _, errors = await asyncio.wait_for(process.communicate(), 15)
+        assert process.returncode == code
+        assert words in errors.decode()
+        assert "Traceback" not in errors.decode()
