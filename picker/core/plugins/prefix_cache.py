@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from functools import lru_cache
 
 import numpy as np
 from msgspec import Struct
 
-from picker.core.endpoints import Floats, Integers
+from picker.core.endpoints import Floats, Integers, Slots
 from picker.core.prefix_cache.hashing import block_hashes
 from picker.core.prefix_cache.index import Hold, PrefixIndex
 from picker.core.scheduling.api import Candidates, MatchInfo, Request, Rng, sample
@@ -73,7 +73,7 @@ class PrefixCacheProducer:
         by_slot = np.zeros(len(candidates.table.endpoints), np.int64)
         for chain in chains:
             for blocks, mask in self.index.match(chain, candidates.mask):
-                _add(by_slot, mask, blocks)
+                by_slot[_slots(mask)] += blocks
         matched = by_slot[candidates.slots]
         _keep_longest(matched, args.topKMatches, rng)
         return PrefixMatch(self.index, prompt.model, chains, MatchInfo(matched, sum(map(len, chains)), "blocks"))
@@ -82,7 +82,7 @@ class PrefixCacheProducer:
         self.index.forget(slot)
 
 
-class PrefixMatch(NamedTuple):
+class PrefixMatch(Struct, frozen=True, gc=False):
     """A prompt's blocks and who has how many of them."""
 
     prefixes: PrefixIndex
@@ -95,7 +95,7 @@ class PrefixMatch(NamedTuple):
         return PrefixLearning(self, [hold(slot, chain) for chain in self.chains])
 
 
-class PrefixLearning(NamedTuple):
+class PrefixLearning(Struct, frozen=True, gc=False):
     """Blocks that are visible for the picked endpoint while the request is on its way."""
 
     match: PrefixMatch
@@ -139,13 +139,7 @@ def _keep_longest(matched: Integers, most: int, rng: Rng) -> None:
         matched[sample(equal, surplus, rng)] = 0
 
 
-def _add(by_slot: Integers, mask: int, blocks: int) -> None:
-    if mask.bit_count() <= 8:
-        while mask:
-            lowest = mask & -mask
-            by_slot[lowest.bit_length() - 1] += blocks
-            mask ^= lowest
-        return
-    size = len(by_slot)
-    packed = np.frombuffer(mask.to_bytes((size + 7) // 8, "little"), np.uint8)
-    by_slot[np.unpackbits(packed, count=size, bitorder="little").view(np.bool_)] += blocks
+@lru_cache(maxsize=1024)
+def _slots(mask: int) -> Slots:
+    packed = np.frombuffer(mask.to_bytes((mask.bit_length() + 7) // 8, "little"), np.uint8)
+    return np.unpackbits(packed, bitorder="little").nonzero()[0]

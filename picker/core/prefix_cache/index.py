@@ -31,11 +31,10 @@ class _Run:
     def common(self, hashes: Sequence[int], start: int) -> int:
         """How many of these blocks stand in `hashes` from `start` on. The first does."""
         own = self.hashes
-        size = len(own)
-        if own == hashes[start : start + size]:
+        size = min(len(own), len(hashes) - start)
+        if own[size - 1] == hashes[start + size - 1]:
             return size
-        most = min(size, len(hashes) - start)
-        return bisect_left(range(most), True, key=lambda at: own[at] != hashes[start + at])
+        return bisect_left(range(size), True, key=lambda at: own[at] != hashes[start + at])
 
 
 class _Place:

@@ -34,7 +34,7 @@ class Request(Struct, frozen=True, gc=False):
     prompt: Prompt
 
 
-class Candidates(NamedTuple):
+class Candidates(Struct, frozen=True, gc=False):
     """The endpoints still in the race. Arrays that plugins return have one entry for each of `slots`."""
 
     table: EndpointTable
