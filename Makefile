@@ -41,8 +41,16 @@ lint: setup ## Lint, formatting and layers
 type: setup ## Types, strictly
 	$(BIN)/mypy
 
+# Debian's and Ubuntu's package; elsewhere install Chromium by hand and make sure that `chromium` is in PATH.
+.PHONY: browser
+browser: ## Install Chromium, in which one test looks at the debug page
+	@command -v chromium >/dev/null || { \
+	  run=$$([ "$$(id -u)" = 0 ] || echo "sudo -n"); \
+	  $$run apt-get update -qq && $$run apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core >/dev/null; } \
+	  || { echo "Chromium cannot be installed here; install it, so that 'chromium' is in PATH" >&2; exit 1; }
+
 .PHONY: test
-test: setup lint type ## Everything that must hold: lint, types, unit, property, wire and Envoy tests
+test: setup browser lint type ## Everything that must hold: lint, types, unit, property, wire and Envoy tests
 	$(BIN)/pytest -n 2 --dist loadfile
 
 .PHONY: bench

@@ -65,8 +65,8 @@ class WeightedPlugin(Struct, frozen=True):
 
 
 DEFAULT_FILTERS = ("least-request",)
-DEFAULT_SCORERS = (WeightedPlugin("least-request", 1.0), WeightedPlugin("prefix-cache", 1.0))
-"""What an empty `scheduler` means."""
+DEFAULT_SCORERS = (WeightedPlugin("least-request", 1.0), WeightedPlugin("prefix-cache", 2.0))
+"""What an empty `scheduler` means. A cached prefix outweighs load, so that a busy holder is not copied at once."""
 
 
 class FilterPlugins(Struct, frozen=True):

@@ -35,6 +35,8 @@ class Director:
         self._rng = rng
         self._timer = timer
         self.in_flight = 0
+        self._forgotten: dict[int, int] = {}
+        self._forgets = 0
 
     def decide(self, asked: Decide, fallbacks: int | None = None) -> Decision:
         """Decide without any side effect. `fallbacks` limits those of the configuration."""
@@ -66,37 +68,56 @@ class Director:
         learnings = [match.picked(slot) for match in decision.matches.values()]
         self.in_flight += 1
         self.table.in_flight[slot] += 1
-        return Ticket(self, slot, self.table.generation[slot], learnings)
+        return Ticket(self, slot, self.table.generation[slot], self._forgets, learnings)
 
     def replace_endpoints(self, endpoints: Iterable[Endpoint]) -> tuple[int, int]:
-        """Make these the endpoints; returns how many came and went. What went is forgotten everywhere."""
+        """Make these the endpoints; returns how many came and went. What went is forgotten everywhere.
+
+        A slot is forgotten when it is filled, too, so that a request from before teaches its new endpoint nothing.
+        """
         added, removed = self.table.replace(endpoints)
-        for slot in removed:
+        for slot in (*removed, *added):
             self.forget(slot)
         return len(added), len(removed)
 
     def forget(self, slot: int) -> None:
         """Forget which prompts a slot holds: its endpoint is gone, or its engine restarted."""
+        self._forgets += 1
+        self._forgotten[slot] = self._forgets
         for producer in self.scheduler.producers:
             producer.forget(slot)
+
+    def served_by(self, finish: Finish, picked: int | None, routed_after: int) -> int | None:
+        """The slot that holds the prompt of a request that succeeded, or None when none does.
+
+        `picked` is where it was sent, if that endpoint is still there; `routed_after` how many times a slot had been
+        forgotten when it was: an endpoint that came since then, or whose engine restarted, holds nothing of it.
+        """
+        slot = self.table.slot_of(finish.served) if finish.served else picked
+        if slot is None or self._forgotten.get(slot, 0) > routed_after:
+            return None
+        return slot
 
 
 class Ticket:
     """One request on its way: a count in flight and what was learnt for the time being."""
 
-    __slots__ = ("_director", "_generation", "_learnings", "_slot")
+    __slots__ = ("_director", "_generation", "_learnings", "_routed_after", "_slot")
 
-    def __init__(self, director: Director, slot: int, generation: int, learnings: Sequence[Learning]) -> None:
+    def __init__(
+        self, director: Director, slot: int, generation: int, routed_after: int, learnings: Sequence[Learning]
+    ) -> None:
         self._director = director
         self._slot = slot
         self._generation = generation
+        self._routed_after = routed_after
         self._learnings = learnings
 
     def finish(self, finish: Finish) -> None:
         """The request is over: count it out, and keep or undo what was learnt.
 
-        What is kept belongs to the endpoint that served, wherever the pick went. An endpoint that is gone, or that
-        was never ours, learns nothing.
+        What is kept belongs to the endpoint that served, wherever the pick went. An endpoint that is gone, that was
+        never ours, that came later, or whose engine restarted meanwhile, learns nothing.
         """
         table = self._director.table
         self._director.in_flight -= 1
@@ -107,7 +128,7 @@ class Ticket:
             for learning in self._learnings:
                 learning.undo()
             return
-        served = table.slot_of(finish.served) if finish.served else (self._slot if alive else None)
+        served = self._director.served_by(finish, self._slot if alive else None, self._routed_after)
         for learning in self._learnings:
             learning.confirm(served)
 

@@ -79,6 +79,7 @@ class EndpointTable:
         self.ttft: Floats = np.zeros(0)
         self.tpot: Floats = np.zeros(0)
         self.observed_at: Floats = np.zeros(0)
+        self._most_waiting: float | None = None
         self.slots: Slots = np.zeros(0, np.intp)
         self.mask = 0
         self._by_identity: dict[tuple[str, str, str], int] = {}
@@ -87,6 +88,14 @@ class EndpointTable:
 
     def __len__(self) -> int:
         return len(self._by_identity)
+
+    @property
+    def most_waiting(self) -> float:
+        """No `waiting` is larger. Cheap, since it changes only when something is observed."""
+        if self._most_waiting is None:
+            known = self.waiting[self.waiting >= 0]
+            self._most_waiting = float(known.max(initial=0.0))
+        return self._most_waiting
 
     def slot_of(self, address: str) -> int | None:
         """The slot of the endpoint with this address, if there is one."""
@@ -136,6 +145,7 @@ class EndpointTable:
             (self.tpot, metrics.tpot, _SENSELESS),
         ):
             array[slot] = min(value, most) if value is not None and 0 <= value < np.inf else np.nan
+        self._most_waiting = None
         if metrics.models is not None:
             self.models[slot] = metrics.models
         self.observed_at[slot] = now

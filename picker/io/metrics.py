@@ -151,9 +151,9 @@ class Metrics(Sources):
             if served != endpoints[order[0]].address:
                 self.served_elsewhere.add("fallback" if served in decision.destinations else OTHER)
 
-    def evicted(self, model: str) -> None:
-        """Count an entry that the prefix cache dropped because it is full: `on_evict` of the scheduler."""
-        self.evictions.series[self.models[model],] += 1
+    def evicted(self, model: str, blocks: int) -> None:
+        """Count blocks that the prefix cache dropped because it is full: `on_evict` of the scheduler."""
+        self.evictions.series[self.models[model],] += blocks
 
 
 def metrics_markdown() -> str:

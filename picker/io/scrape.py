@@ -94,9 +94,12 @@ class Scraper:
         for key in self._tasks.keys() - wanted:
             self._tasks.pop(key).cancel()
         for key in wanted - self._tasks.keys():
-            self._tasks[key] = asyncio.create_task(self._watch(key[0], table.endpoints[key[0]]))
+            self._tasks[key] = asyncio.create_task(self._watch(*key))
 
-    async def _watch(self, slot: int, endpoint: Endpoint) -> None:
+    async def _watch(self, slot: int, generation: int) -> None:
+        """Scrape what a slot holds for as long as that is the same endpoint."""
+        table = self._director.table
+        endpoint = table.endpoints[slot]
         reader = PageReader(endpoint.engine)
         models: frozenset[str] | None = None
         models_at = -float("inf")
@@ -104,15 +107,18 @@ class Scraper:
             started = time.monotonic()
             outcome = Outcome.OK
             try:
-                page = await self._get(endpoint, self.settings.path)
                 every = self.settings.models_interval
                 if every is not None and started - models_at >= every:
-                    models, models_at = _model_names(await self._get(endpoint, "/v1/models")), started
+                    models_at = started
+                    models = _model_names(await self._get(endpoint, "/v1/models"))
+                page = await self._get(endpoint, self.settings.path)
+                if table.generation[slot] != generation:
+                    return
                 metrics, restarted = reader.read(page)
                 if restarted:
                     self._director.forget(slot)
                     self._on_restart(endpoint)
-                self._director.table.observe(slot, msgspec.structs.replace(metrics, models=models), time.monotonic())
+                table.observe(slot, msgspec.structs.replace(metrics, models=models), time.monotonic())
             except _ScrapeError as error:
                 outcome = error.outcome
             self.outcomes[outcome] += 1

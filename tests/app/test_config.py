@@ -223,7 +223,7 @@ def test_everything_has_a_default(document: str):
     assert loaded.config.listen.extproc == "0.0.0.0:9002"
     assert loaded.config.exchange.assume_request_body.body_mode is None
     assert loaded.spec.filters == ("least-request",)
-    assert loaded.spec.scorers == (("least-request", 1.0), ("prefix-cache", 1.0))
+    assert loaded.spec.scorers == (("least-request", 1.0), ("prefix-cache", 2))
     assert loaded.spec.args == {
         "least-request": LeastRequestArgs(10),
         "prefix-cache": PrefixCacheArgs(64, 128, 50_000, 5),

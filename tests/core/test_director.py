@@ -67,7 +67,8 @@ def everything(made: Director) -> str:
     """All state but the random numbers, as text."""
     table = {name: str(value) for name, value in vars(made.table).items()}
     indexes = [
-        (str(one.index._masks), str(one.index._recorded), str(one.index._held)) for one in made.scheduler.producers
+        (one.index.entries, one.index.held, {run.hashes[0]: run.mask for run in one.index._runs.values()})
+        for one in made.scheduler.producers
     ]
     return json.dumps([table, indexes, made.in_flight])
 
@@ -304,6 +305,7 @@ class Flight:
     pick: int
     address: str
     prompt: set[str]
+    routed_at: int
     visible: bool = True
 
 
@@ -319,6 +321,9 @@ class Traffic(RuleBasedStateMachine):
         self.births: dict[tuple[str, str], int] = {}
         """By name and address, the endpoints there are; each gets a number of its own when it comes."""
         self.born = 0
+        self.moment = 0
+        self.emptied: dict[int, int] = {}
+        """When each endpoint last came up with nothing in it; it learns nothing from requests routed before."""
         self.open: list[Flight] = []
         self.learnt: set[tuple[int, str]] = set()
 
@@ -340,8 +345,14 @@ class Traffic(RuleBasedStateMachine):
             if one in came:
                 self.born += 1
                 self.births[one] = self.born
+                self.empty(self.born)
+
+    def empty(self, number: int) -> None:
+        self.moment += 1
+        self.emptied[number] = self.moment
 
     def forget_birth(self, number: int) -> None:
+        self.empty(number)
         self.learnt = {(holder, beginning) for holder, beginning in self.learnt if holder != number}
         for flight in self.open:
             flight.visible &= flight.pick != number
@@ -358,7 +369,7 @@ class Traffic(RuleBasedStateMachine):
         if decision.order:
             address = decision.destinations[0]
             ticket = self.made.route(decision)
-            self.open.append(Flight(ticket, self.birth(address), address, self.beginnings(prompt)))
+            self.open.append(Flight(ticket, self.birth(address), address, self.beginnings(prompt), self.moment))
 
     def check(self, decision: Decision, allowed: set[str], fallbacks: int) -> None:
         assert {one.address for one in decision.endpoints} == allowed
@@ -381,7 +392,7 @@ class Traffic(RuleBasedStateMachine):
         if success:
             known = {where: number for (_, where), number in self.births.items()}
             holder = known.get(served) if served else flight.pick
-            if holder in known.values():
+            if holder in known.values() and self.emptied[holder] <= flight.routed_at:
                 self.learnt |= {(holder, beginning) for beginning in flight.prompt}
 
     @rule(data=st.data())
@@ -417,7 +428,7 @@ class Traffic(RuleBasedStateMachine):
         assert set(flights(self.made).values()) <= {0}
         self.made.replace_endpoints([])
         for producer in self.made.scheduler.producers:
-            assert not producer.index._masks
+            assert not producer.index._runs
             assert not producer.index.entries
 
 

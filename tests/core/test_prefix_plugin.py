@@ -16,11 +16,14 @@ class Fleet:
 
     def __init__(self, endpoints: int = 3, **args: int) -> None:
         self.evicted: Counter[str] = Counter()
-        self.producer = PrefixCacheProducer(PrefixCacheArgs(**args), lambda model: self.evicted.update([model]))
+        self.producer = PrefixCacheProducer(PrefixCacheArgs(**args), self._count)
         self.scorer = PrefixScorer("prefix-cache", "prefix-cache")
         self.table = EndpointTable()
         self.table.replace(Endpoint(f"p{i}", f"10.0.0.{i + 1}:8000") for i in range(endpoints))
         self.rng = random.Random(3)
+
+    def _count(self, model: str, blocks: int) -> None:
+        self.evicted[model] += blocks
 
     def candidates(self, slots: list[int] | None = None) -> Candidates:
         chosen = self.table.slots if slots is None else self.table.slots[slots]

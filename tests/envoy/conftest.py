@@ -1,4 +1,4 @@
-"""Real parts around a real Envoy: upstreams, an ext_proc server that always answers the same, and a raw client."""
+"""Real parts around a real Envoy: upstreams, and an ext_proc server that always answers the same."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,6 +22,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from picker._proto.envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from picker.app.envoy import start_envoy
 from picker.core.headers import DESTINATION, LB_METADATA
+from tests.support.http_client import RawClient, send
 
 EXT_PROC = "envoy.service.ext_proc.v3.ExternalProcessor"
 PIECE = 62_000
@@ -224,99 +225,6 @@ def _pieces(body: bytes, end_of_stream: bool) -> Iterator[pb.ProcessingResponse]
         yield _piece("request_body", body[start : start + PIECE], end_of_stream and last)
 
 
-@dataclass
-class Answer:
-    """An HTTP response as it came over the wire."""
-
-    status: int
-    headers: dict[str, str]
-    body: bytes
-
-    @property
-    def seen(self) -> dict[str, object]:
-        """What the upstream saw; its header names and values are under `headers`."""
-        return json.loads(self.body)
-
-    def seen_headers(self, name: str) -> list[str]:
-        return [value for key, value in self.seen["headers"] if key == name]
-
-
-class RawClient:
-    """One HTTP/1.1 connection on which a request can be sent in any pieces, and dropped at any point."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
-
-    async def head(self, method: str, path: str, headers: Sequence[tuple[str, str]]) -> None:
-        lines = [f"{method} {path} HTTP/1.1", "host: test", *(f"{name}: {value}" for name, value in headers), "", ""]
-        await self.send("\r\n".join(lines).encode())
-
-    async def send(self, data: bytes) -> None:
-        self._writer.write(data)
-        await self._writer.drain()
-
-    async def chunk(self, data: bytes) -> None:
-        await self.send(b"%x\r\n%b\r\n" % (len(data), data))
-
-    async def last_chunk(self, trailers: Sequence[tuple[str, str]] = ()) -> None:
-        lines = "".join(f"{name}: {value}\r\n" for name, value in trailers)
-        await self.send(f"0\r\n{lines}\r\n".encode())
-
-    async def answer(self) -> Answer:
-        head = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-        pairs = [line.split(":", 1) for line in head[1:] if line]
-        headers = {name.lower(): value.strip() for name, value in pairs}
-        if headers.get("transfer-encoding") == "chunked":
-            body = b"".join([piece async for piece in self.chunks()])
-        else:
-            body = await self._reader.readexactly(int(headers.get("content-length", "0")))
-        return Answer(int(head[0].split()[1]), headers, body)
-
-    async def chunks(self) -> AsyncIterator[bytes]:
-        """Chunks of a chunked body as they come."""
-        while size := int(await self._reader.readline(), 16):
-            yield (await self._reader.readexactly(size + 2))[:-2]
-        while await self._reader.readline() != b"\r\n":
-            pass
-
-    def abort(self) -> None:
-        """Drop the connection without a word."""
-        self._writer.transport.abort()
-
-    async def close(self) -> None:
-        self._writer.close()
-        with suppress(ConnectionError):
-            await self._writer.wait_closed()
-
-
-async def send(
-    port: int,
-    body: bytes | Sequence[bytes] = b"",
-    *,
-    method: str = "POST",
-    path: str = "/v1/chat/completions",
-    headers: Sequence[tuple[str, str]] = (),
-    trailers: Sequence[tuple[str, str]] = (),
-    every: float = 0.0,
-) -> Answer:
-    """One request on a connection of its own. A sequence as body is uploaded in chunks, `every` seconds apart."""
-    client = RawClient(*await asyncio.open_connection("127.0.0.1", port, limit=2**20))
-    try:
-        if isinstance(body, bytes):
-            await client.head(method, path, [*headers, ("content-length", str(len(body)))])
-            await client.send(body)
-        else:
-            await client.head(method, path, [*headers, ("transfer-encoding", "chunked")])
-            for piece in body:
-                await client.chunk(piece)
-                await asyncio.sleep(every)
-            await client.last_chunk(trailers)
-        return await asyncio.wait_for(client.answer(), 20)
-    finally:
-        await client.close()
-
-
 @pytest.fixture(name="send", scope="session")
 def send_fixture():
     return send
@@ -326,10 +234,7 @@ def send_fixture():
 def connect():
     """Opens a RawClient to a port."""
 
-    async def open_client(port: int) -> RawClient:
-        return RawClient(*await asyncio.open_connection("127.0.0.1", port, limit=2**20))
-
-    return open_client
+    return RawClient.connect
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

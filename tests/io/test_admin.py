@@ -49,7 +49,7 @@ async def scores(address: str) -> AsyncIterator[scores_pb2_grpc.ScoresStub]:
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(5):
-        while not condition():  # noqa: ASYNC110  what is waited for is in another task, which has no event
+        while not condition():
             await asyncio.sleep(0.01)
 
 

@@ -33,7 +33,7 @@ def entries(*addresses: str) -> str:
 
 async def until(holds: Callable[[], Any]) -> None:
     async with asyncio.timeout(5):
-        while not holds():  # noqa: ASYNC110  files announce nothing
+        while not holds():
             await asyncio.sleep(0.01)
 
 

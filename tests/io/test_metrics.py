@@ -147,7 +147,7 @@ def test_clients_cannot_make_series_without_end(stack) -> None:
 @given(st.text(max_size=600))
 def test_any_model_name_is_one_short_label(model: str) -> None:
     metrics = Metrics()
-    metrics.evicted(model)
+    metrics.evicted(model, 1)
     (label,) = Scrape(metrics).label_values("prefix_cache_evictions_total", "model")
     assert 1 <= len(label) <= 80
     assert label.isprintable()

@@ -5,6 +5,8 @@ Formulas and vectors: Kthena's router, `least-request`.
 
 from __future__ import annotations
 
+from math import isnan
+
 import numpy as np
 from msgspec import Struct
 
@@ -30,8 +32,10 @@ class LeastRequestFilter:
         self._limit = args.maxWaitingRequests if args.maxWaitingRequests > 0 else 10
 
     def keep(self, request: Request, candidates: Candidates) -> Flags | None:  # noqa: ARG002
-        waiting = candidates.table.waiting[candidates.slots]
-        full = waiting >= self._limit
+        table = candidates.table
+        if table.most_waiting < self._limit:
+            return None
+        full = table.waiting[candidates.slots] >= self._limit
         return ~full if np.count_nonzero(full) else None
 
 
@@ -45,10 +49,13 @@ class LeastRequestScorer:
 
     def score(self, request: Request, candidates: Candidates, match: MatchInfo | None, rng: Rng) -> Floats:  # noqa: ARG002
         table, slots = candidates.table, candidates.slots
-        in_flight = table.in_flight[slots]
-        queued = unknown_as_average(np.maximum(in_flight - table.running[slots], 0.0), 0.0)
+        in_flight = table.in_flight[slots].astype(np.float64)
+        queued = np.maximum(in_flight - table.running[slots], 0.0)
         base = in_flight + 100.0 * queued
-        most = base.max()
+        most = base.item(base.argmax())
+        if isnan(most):
+            base = in_flight + 100.0 * unknown_as_average(queued, 0.0)
+            most = base.item(base.argmax())
         if most == 0:
             return np.full(len(slots), 100.0)
         rated: Floats = np.trunc((most - base) / most * 100.0)

@@ -6,16 +6,17 @@ visible to the next decision at once, and vanishes if its request fails.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from functools import lru_cache
 
 import numpy as np
 from msgspec import Struct
 
-from picker.core.endpoints import Floats, Integers
+from picker.core.endpoints import Floats, Integers, Slots
 from picker.core.prefix_cache.hashing import block_hashes
 from picker.core.prefix_cache.index import Hold, PrefixIndex
-from picker.core.scheduling.api import Candidates, MatchInfo, Request, Rng
+from picker.core.scheduling.api import Candidates, MatchInfo, Request, Rng, sample
 
 
 class PrefixCacheArgs(Struct, frozen=True, forbid_unknown_fields=True):
@@ -39,12 +40,12 @@ class PrefixCacheArgs(Struct, frozen=True, forbid_unknown_fields=True):
 class PrefixCacheProducer:
     """Matches prompts against what was sent where.
 
-    `on_evict(model)` is told every entry that a full list drops.
+    `on_evict(model, blocks)` is told the entries that a full list drops.
     """
 
     name = "prefix-cache"
 
-    def __init__(self, args: PrefixCacheArgs, on_evict: Callable[[str], None]) -> None:
+    def __init__(self, args: PrefixCacheArgs, on_evict: Callable[[str, int], None]) -> None:
         self._args = args.effective()
         self._on_evict = on_evict
         self.index = PrefixIndex(self._args.maxHashCacheSize, on_evict)
@@ -72,7 +73,7 @@ class PrefixCacheProducer:
         by_slot = np.zeros(len(candidates.table.endpoints), np.int64)
         for chain in chains:
             for blocks, mask in self.index.match(chain, candidates.mask):
-                _add(by_slot, mask, blocks)
+                by_slot[_slots(mask)] += blocks
         matched = by_slot[candidates.slots]
         _keep_longest(matched, args.topKMatches, rng)
         return PrefixMatch(self.index, prompt.model, chains, MatchInfo(matched, sum(map(len, chains)), "blocks"))
@@ -81,7 +82,7 @@ class PrefixCacheProducer:
         self.index.forget(slot)
 
 
-class PrefixMatch(NamedTuple):
+class PrefixMatch(Struct, frozen=True, gc=False):
     """A prompt's blocks and who has how many of them."""
 
     prefixes: PrefixIndex
@@ -94,7 +95,7 @@ class PrefixMatch(NamedTuple):
         return PrefixLearning(self, [hold(slot, chain) for chain in self.chains])
 
 
-class PrefixLearning(NamedTuple):
+class PrefixLearning(Struct, frozen=True, gc=False):
     """Blocks that are visible for the picked endpoint while the request is on its way."""
 
     match: PrefixMatch
@@ -128,19 +129,17 @@ def _keep_longest(matched: Integers, most: int, rng: Rng) -> None:
     """Set all but the `most` longest matches to none, by chance among equals."""
     if np.count_nonzero(matched) <= most:
         return
-    shortest = sorted(matched.tolist())[-most]
+    ascending = sorted(matched.tolist())
+    shortest = ascending[-most]
+    if ascending[0] < shortest:
+        matched[matched < shortest] = 0
     equal = (matched == shortest).nonzero()[0].tolist()
-    matched[matched <= shortest] = 0
-    matched[rng.sample(equal, most - int(np.count_nonzero(matched)))] = shortest
+    surplus = len(ascending) - most - bisect_left(ascending, shortest)
+    if surplus:
+        matched[sample(equal, surplus, rng)] = 0
 
 
-def _add(by_slot: Integers, mask: int, blocks: int) -> None:
-    if mask.bit_count() <= 8:
-        while mask:
-            lowest = mask & -mask
-            by_slot[lowest.bit_length() - 1] += blocks
-            mask ^= lowest
-        return
-    size = len(by_slot)
-    packed = np.frombuffer(mask.to_bytes((size + 7) // 8, "little"), np.uint8)
-    by_slot[np.unpackbits(packed, count=size, bitorder="little").view(np.bool_)] += blocks
+@lru_cache(maxsize=1024)
+def _slots(mask: int) -> Slots:
+    packed = np.frombuffer(mask.to_bytes((mask.bit_length() + 7) // 8, "little"), np.uint8)
+    return np.unpackbits(packed, bitorder="little").nonzero()[0]

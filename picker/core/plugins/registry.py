@@ -20,7 +20,7 @@ from picker.core.plugins.random_score import RandomScorer
 from picker.core.scheduling.api import Filter, Producer, Scorer
 from picker.core.scheduling.scheduler import Scheduler
 
-OnEvict = Callable[[str], None]
+OnEvict = Callable[[str, int], None]
 
 
 class Plugin(Struct, frozen=True):
@@ -57,8 +57,8 @@ class SchedulerSpec(Struct, frozen=True):
 def build_scheduler(spec: SchedulerSpec, previous: Scheduler | None, on_evict: OnEvict) -> tuple[Scheduler, list[str]]:
     """Build a scheduler, taking over from `previous` what its producers know.
 
-    Returns it with one sentence for each thing that could not be taken over. `on_evict(model)` is told of every
-    entry that a producer drops because it is full.
+    Returns it with one sentence for each thing that could not be taken over. `on_evict(model, entries)` is told
+    what a producer drops because it is full.
     """
     notes: list[str] = []
     old = {producer.name: producer for producer in previous.producers} if previous else {}
@@ -66,6 +66,8 @@ def build_scheduler(spec: SchedulerSpec, previous: Scheduler | None, on_evict: O
     def args(name: str) -> Struct:
         return spec.args.get(name) or PLUGINS[name].args()
 
+    filters = [make(args(name)) for name in spec.filters if (make := PLUGINS[name].filter)]
+    scorers = [(rate(args(name)), weight) for name, weight in spec.scorers if (rate := PLUGINS[name].scorer)]
     producers: list[Producer] = []
     for name, _ in spec.scorers:
         plugin = PLUGINS[name]
@@ -77,6 +79,4 @@ def build_scheduler(spec: SchedulerSpec, previous: Scheduler | None, on_evict: O
                 notes.append(f"{name}: the index starts empty, because its blocks have another size now")
         else:
             producers.append(plugin.producer(args(name), on_evict))
-    filters = [make(args(name)) for name in spec.filters if (make := PLUGINS[name].filter)]
-    scorers = [(rate(args(name)), weight) for name, weight in spec.scorers if (rate := PLUGINS[name].scorer)]
     return Scheduler(filters, producers, scorers), notes

@@ -15,7 +15,15 @@ class Rng(Protocol):
     """The part of `random.Random` that decisions use."""
 
     def random(self) -> float: ...
-    def sample(self, population: Any, k: int) -> list[Any]: ...
+
+
+def sample(population: list[int], count: int, rng: Rng) -> list[int]:
+    """Take `count` of the population by chance, in random order. Uses up the list; a third of `random.sample`'s cost."""
+    size = len(population)
+    for at in range(count):
+        other = at + int(rng.random() * (size - at))
+        population[at], population[other] = population[other], population[at]
+    return population[:count]
 
 
 class Request(Struct, frozen=True, gc=False):
@@ -26,7 +34,7 @@ class Request(Struct, frozen=True, gc=False):
     prompt: Prompt
 
 
-class Candidates(NamedTuple):
+class Candidates(Struct, frozen=True, gc=False):
     """The endpoints still in the race. Arrays that plugins return have one entry for each of `slots`."""
 
     table: EndpointTable

@@ -20,7 +20,7 @@ class Reason(StrEnum):
     FILTERED_OUT = "filtered_out"
 
 
-class PluginScores(NamedTuple):
+class PluginScores(Struct, frozen=True, gc=False):
     """What one scorer said; `scores` is None when it had no opinion."""
 
     name: str

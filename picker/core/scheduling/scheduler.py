@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from picker.core.endpoints import EndpointTable, Flags, Floats, Integers
-from picker.core.scheduling.api import Candidates, Filter, Match, Producer, Request, Rng, Scorer, Timer
+from picker.core.scheduling.api import Candidates, Filter, Match, Producer, Request, Rng, Scorer, Timer, sample
 from picker.core.scheduling.decision import Decision, PluginScores, Reason, Steps
 
 _NOTHING = np.zeros(0)
@@ -103,16 +103,17 @@ def pick(totals: Floats, in_flight: Integers, count: int, rng: Rng) -> tuple[int
     chosen: list[int] = []
     missing = min(count, len(left))
     while missing > 0:
-        best = (left == left[left.argmax()]).nonzero()[0]
+        best = (left == left.item(left.argmax())).nonzero()[0]
         if len(best) > 1:
             flights = in_flight[best]
-            best = best[flights == flights[flights.argmin()]]
+            best = best[flights == flights.item(flights.argmin())]
         equal = best.tolist()
         if len(equal) > 1:
-            equal = rng.sample(equal, min(missing, len(equal)))
+            equal = sample(equal, min(missing, len(equal)), rng)
         chosen += equal
         missing -= len(equal)
-        left[best] = -np.inf
+        if missing:
+            left[best] = -np.inf
     return tuple(chosen)
 
 

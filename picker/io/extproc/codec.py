@@ -67,39 +67,49 @@ Reply = HeadersReply | BodyReply | StreamedBody | TrailersReply | Immediate
 
 def encode(reply: Reply) -> bytes:
     """Encode one ProcessingResponse."""
-    if isinstance(reply, StreamedBody | Immediate):
-        return _message(reply).SerializeToString()
-    return _PLAIN.get(reply) or _message(reply).SerializeToString()
-
-
-def _message(reply: Reply) -> pb.ProcessingResponse:
-    message = pb.ProcessingResponse()
     if isinstance(reply, StreamedBody):
-        body = message.request_body if reply.side is Side.REQUEST else message.response_body
-        streamed = body.response.body_mutation.streamed_response
-        streamed.body, streamed.end_of_stream = reply.data, reply.end_of_stream
-        streamed.SetInParent()
-    elif isinstance(reply, Immediate):
-        immediate = message.immediate_response
-        immediate.status.code, immediate.body, immediate.details = reply.status, reply.body, reply.details
-        _set(immediate.headers, reply.headers)
-    elif isinstance(reply, TrailersReply):
+        return _streamed(reply).SerializeToString()
+    if isinstance(reply, Immediate):
+        return _immediate(reply).SerializeToString()
+    return _PLAIN.get(reply) or _mutation(reply).SerializeToString()
+
+
+def _streamed(reply: StreamedBody) -> pb.ProcessingResponse:
+    message = pb.ProcessingResponse()
+    body = message.request_body if reply.side is Side.REQUEST else message.response_body
+    streamed = body.response.body_mutation.streamed_response
+    streamed.body, streamed.end_of_stream = reply.data, reply.end_of_stream
+    streamed.SetInParent()
+    return message
+
+
+def _immediate(reply: Immediate) -> pb.ProcessingResponse:
+    message = pb.ProcessingResponse()
+    immediate = message.immediate_response
+    immediate.status.code, immediate.body, immediate.details = reply.status, reply.body, reply.details
+    _set(immediate.headers, reply.headers)
+    return message
+
+
+def _mutation(reply: HeadersReply | BodyReply | TrailersReply) -> pb.ProcessingResponse:
+    message = pb.ProcessingResponse()
+    if isinstance(reply, TrailersReply):
         (message.request_trailers if reply.side is Side.REQUEST else message.response_trailers).SetInParent()
         _steer(message, reply.destination)
+        return message
+    answer: pb.HeadersResponse | pb.BodyResponse
+    if isinstance(reply, HeadersReply):
+        answer = message.request_headers if reply.side is Side.REQUEST else message.response_headers
     else:
-        answer: pb.HeadersResponse | pb.BodyResponse
-        if isinstance(reply, HeadersReply):
-            answer = message.request_headers if reply.side is Side.REQUEST else message.response_headers
-        else:
-            answer = message.request_body if reply.side is Side.REQUEST else message.response_body
-        answer.SetInParent()
-        if reply.set_headers:
-            _set(answer.response.header_mutation, reply.set_headers)
-        if reply.remove_headers:
-            answer.response.header_mutation.remove_headers.extend(reply.remove_headers)
-        if reply.destination is not None:
-            _set(answer.response.header_mutation, ((DESTINATION, reply.destination.encode()),))
-            _steer(message, reply.destination)
+        answer = message.request_body if reply.side is Side.REQUEST else message.response_body
+    answer.SetInParent()
+    if reply.set_headers:
+        _set(answer.response.header_mutation, reply.set_headers)
+    if reply.remove_headers:
+        answer.response.header_mutation.remove_headers.extend(reply.remove_headers)
+    if reply.destination is not None:
+        _set(answer.response.header_mutation, ((DESTINATION, reply.destination.encode()),))
+        _steer(message, reply.destination)
     return message
 
 
@@ -118,7 +128,7 @@ def _set(mutation: pb.HeaderMutation, headers: tuple[tuple[str, bytes], ...]) ->
 
 
 _PLAIN = {
-    reply: _message(reply).SerializeToString()
+    reply: _mutation(reply).SerializeToString()
     for side in Side
     for reply in (HeadersReply(side), BodyReply(side), TrailersReply(side))
 }

@@ -71,6 +71,14 @@ class ExtProcService:
             self.telemetry.failed("decide", error)
             return self.director.decide_plainly(asked, fallbacks)
 
+    def route(self, decision: Decision) -> Ticket | None:
+        """Count a routed request, unless that goes wrong."""
+        try:
+            return self.director.route(decision)
+        except Exception as error:  # noqa: BLE001  a request never fails because learning from it did
+            self.telemetry.failed("route", error)
+            return None
+
     def refuse(self, decision: Decision) -> Refused:
         """The answer to a client whose request goes nowhere."""
         status, message = _REFUSALS[decision.reason]
@@ -168,7 +176,7 @@ class ExtProcStream:
         if decision.reason is Reason.ROUTED:
             self._decision = decision
             self._decided_at = time.monotonic()
-            self._ticket = service.director.route(decision)
+            self._ticket = service.route(decision)
             outcome: Routed | Refused = Routed(",".join(decision.destinations))
         else:
             outcome = service.refuse(decision)
@@ -178,14 +186,14 @@ class ExtProcStream:
 
     def _finish(self, finish: Finish) -> None:
         ticket, decision = self._ticket, self._decision
-        if ticket is None or decision is None:
-            return
-        self._ticket = None
-        try:
-            ticket.finish(finish)
-        except Exception as error:  # noqa: BLE001  a response never fails because learning from it did
-            self._service.telemetry.failed("learn", error)
-        self._service.telemetry.finished(decision, finish, time.monotonic() - self._decided_at)
+        self._ticket = self._decision = None
+        if ticket is not None:
+            try:
+                ticket.finish(finish)
+            except Exception as error:  # noqa: BLE001  a response never fails because learning from it did
+                self._service.telemetry.failed("learn", error)
+        if decision is not None:
+            self._service.telemetry.finished(decision, finish, time.monotonic() - self._decided_at)
 
 
 def _fallbacks(wanted: str | None) -> int | None:

@@ -62,7 +62,7 @@ class _Rpc:
     def __init__(self, connection: Http2Connection, stream_id: int, headers: tuple[tuple[bytes, bytes], ...]) -> None:
         self._connection = connection
         self._headers = headers
-        self._metadata: dict[str, str] | None = None
+        self._metadata: Mapping[str, str] | None = None
         self.stream_id = stream_id
         self.handler: Handler | None = None
         self.unframer: Unframer | None = None

@@ -5,8 +5,10 @@ Source of facts: the gRPC over HTTP/2 protocol description (PROTOCOL-HTTP2.md of
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
+from functools import lru_cache
 from struct import Struct
+from types import MappingProxyType
 from urllib.parse import quote_from_bytes
 
 from picker.io.rpc import Status
@@ -98,8 +100,12 @@ def encode_status(status: Status, message: str) -> list[tuple[bytes, bytes]]:
     return trailers
 
 
-def read_metadata(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
-    """Return request headers as text, without pseudo-headers and binary entries; repeated ones joined by commas."""
+@lru_cache(maxsize=64)
+def read_metadata(headers: tuple[tuple[bytes, bytes], ...]) -> Mapping[str, str]:
+    """Return request headers as text, without pseudo-headers and binary entries; repeated ones joined by commas.
+
+    Envoy opens every stream with the same headers, so most are read once.
+    """
     metadata: dict[str, str] = {}
     for raw_name, raw_value in headers:
         if raw_name.startswith(b":") or raw_name.endswith(b"-bin"):
@@ -107,4 +113,4 @@ def read_metadata(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
         name, value = raw_name.decode("latin-1"), raw_value.decode("utf-8", "replace")
         known = metadata.get(name)
         metadata[name] = value if known is None else f"{known},{value}"
-    return metadata
+    return MappingProxyType(metadata)

@@ -1,0 +1,1 @@
+"""Benchmarks of the request path, against its budgets: `python -m bench`."""

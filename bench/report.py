@@ -1,0 +1,49 @@
+"""What a benchmark found, and how it is shown."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import Struct
+from rich.console import Console
+from rich.table import Table
+
+
+class Row(Struct, frozen=True):
+    """One measurement. `value` has to be at most `budget`, in `unit`; without a budget it is there to be read.
+
+    `measured` says what the value was computed from.
+    """
+
+    name: str
+    measured: str
+    value: float
+    unit: str
+    budget: float | None = None
+    otherwise: bool = False
+    """Whether another condition, which `measured` names, was met in the budget's place."""
+
+    @property
+    def passed(self) -> bool:
+        return self.budget is None or self.value <= self.budget or self.otherwise
+
+
+def progress(text: str) -> None:
+    """Say what is going on, on standard error."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def print_table(rows: Sequence[Row]) -> None:
+    table = Table("what", "measured", "value", "budget", "", title="Budgets")
+    for row in rows:
+        budget = "" if row.budget is None else f"<= {row.budget:.3g} {row.unit}"
+        verdict = "" if row.budget is None else "[green]pass" if row.passed else "[red]FAIL"
+        table.add_row(row.name, row.measured, f"{row.value:.3g} {row.unit}", budget, verdict)
+    Console(width=None if sys.stdout.isatty() else 150).print(table)
+
+
+def print_json(rows: Sequence[Row]) -> None:
+    plain = [{**msgspec.structs.asdict(row), "passed": row.passed} for row in rows]
+    print(msgspec.json.format(msgspec.json.encode(plain)).decode())
