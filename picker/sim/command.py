@@ -13,9 +13,11 @@ import msgspec
 import uvloop
 
 from picker.sim.config import EngineSimConfig, Flavour
+from picker.sim.event_wire import FORMATS
 from picker.sim.faults import MODES, Fault
 from picker.sim.launch import start_engine
 from picker.sim.limits import EngineLimits, StepCost
+from picker.sim.publisher import KvEventSettings
 
 _COST_HELP = {
     "base": "seconds of any step",
@@ -46,6 +48,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--any-model", action="store_true", help="serve any model name instead of answering 404")
     parser.add_argument(
         "--engine", choices=get_args(Flavour), default=defaults.flavour, help="whose metric names to use (%(default)s)"
+    )
+    parser.add_argument(
+        "--data-parallel-size",
+        type=int,
+        default=defaults.data_parallel_size,
+        help="engines behind the port, each with its own cache; X-data-parallel-rank names one (%(default)s)",
+    )
+    events = KvEventSettings()
+    parser.add_argument("--kv-events-port", type=int, metavar="PORT", help="publish KV events here, rank r at PORT + r")
+    parser.add_argument("--kv-events-replay-port", type=int, metavar="PORT", help="replay them here, in the same way")
+    parser.add_argument("--kv-events-topic", default=events.topic, help="topic of KV events (%(default)s)")
+    parser.add_argument(
+        "--kv-events-format", choices=FORMATS, default=events.form, help="as vLLM 0.32 or 0.20 (%(default)s)"
+    )
+    parser.add_argument(
+        "--kv-events-buffer-steps", type=int, default=events.buffer_steps, help="batches to replay (%(default)s)"
     )
     parser.add_argument("--max-waiting", type=int, default=defaults.max_waiting, help="queue length (%(default)s)")
     parser.add_argument("--grace", type=float, default=defaults.grace, help="seconds to finish in (%(default)s)")
@@ -98,6 +116,8 @@ def _config(args: argparse.Namespace) -> EngineSimConfig:
         fault = msgspec.convert(faults, Fault)
     except msgspec.ValidationError as error:
         raise ValueError(f"the --fault options: {error}") from None
+    if args.kv_events_port is None and args.kv_events_replay_port is not None:
+        raise ValueError("--kv-events-replay-port is given alone: give --kv-events-port too")
     return EngineSimConfig(
         name=args.name,
         model=args.model,
@@ -108,6 +128,16 @@ def _config(args: argparse.Namespace) -> EngineSimConfig:
         flavour=args.engine,
         limits=EngineLimits(**{field.name: getattr(args, field.name) for field in fields(EngineLimits)}),
         cost=StepCost(**{field.name: getattr(args, field.name) for field in fields(StepCost)}),
+        data_parallel_size=args.data_parallel_size,
+        kv_events=None
+        if args.kv_events_port is None
+        else KvEventSettings(
+            args.kv_events_port,
+            args.kv_events_replay_port,
+            args.kv_events_topic,
+            args.kv_events_format,
+            args.kv_events_buffer_steps,
+        ),
         max_waiting=args.max_waiting,
         fault=fault,
         grace=args.grace,

@@ -7,6 +7,7 @@ from typing import Literal
 
 from picker.sim.faults import HEALTHY, Fault
 from picker.sim.limits import EngineLimits, StepCost
+from picker.sim.publisher import KvEventSettings
 
 Flavour = Literal["vllm", "sglang"]
 
@@ -33,6 +34,10 @@ class EngineSimConfig:
     """Requests that may queue; 503 beyond."""
     fault: Fault = HEALTHY
     """What goes wrong from the start."""
+    data_parallel_size: int = 1
+    """Engines behind this face, each with a cache of its own."""
+    kv_events: KvEventSettings | None = None
+    """None: nothing is published."""
     grace: float = 5.0
     """Seconds that running requests get when the engine is told to stop."""
 
@@ -40,5 +45,7 @@ class EngineSimConfig:
         names = (self.model, *self.loras)
         if len(set(names)) < len(names):
             raise ValueError(f"model and LoRA names are {', '.join(names)}: give each its own")
+        if not 1 <= self.data_parallel_size <= 1024:
+            raise ValueError(f"data_parallel_size is {self.data_parallel_size}: give 1 .. 1024")
         if self.max_waiting < 1:
             raise ValueError(f"max_waiting is {self.max_waiting}: give at least 1")

@@ -46,6 +46,11 @@ class Driver:
     """Runs an engine. `run` is the task; the rest is called from request handlers on the same loop."""
 
     def __init__(self, engine: Engine) -> None:
+        self._clock = asyncio.get_running_loop().time
+        self._work = asyncio.Event()
+        self._begin(engine)
+
+    def _begin(self, engine: Engine) -> None:
         self.engine = engine
         self.dead = False
         self.time_to_first_token = Histogram(TIME_TO_FIRST_TOKEN_BUCKETS)
@@ -53,8 +58,11 @@ class Driver:
         self.counts: Counter[str] = Counter(submitted=0, finished=0, aborted=0, prompt_tokens=0, generated_tokens=0)
         self._generations: dict[str, Generation] = {}
         self._flowing: dict[Generation, None] = {}  # streams that get tokens
-        self._work = asyncio.Event()
-        self._clock = asyncio.get_running_loop().time
+
+    def restart(self, engine: Engine) -> None:
+        """Go on with a new engine that knows nothing; every request of the old one fails."""
+        self._fail_all()
+        self._begin(engine)
 
     def start(self, requests: Sequence[Request], *, streaming: bool) -> Generation:
         """Submit the requests of a call. Raises EngineDeadError, and ValueError as `Engine.submit` does."""
@@ -84,21 +92,28 @@ class Driver:
             await self._steps()
         except Exception:
             self.dead = True
-            for generation in self._generations.values():
-                generation.dead = True
-                generation.tell()
+            self._fail_all()
             raise
+
+    def _fail_all(self) -> None:
+        for generation in self._generations.values():
+            generation.dead = True
+            generation.tell()
 
     async def _steps(self) -> None:
         start = last = self._clock()
         while True:
-            end = self.engine.next_step(start)
+            engine = self.engine
+            end = engine.next_step(start)
             if end is None:
                 self._work.clear()
                 await self._work.wait()
                 start = last = self._clock()
                 continue
             await asyncio.sleep(max(0.0, end - self._clock()))
+            if self.engine is not engine:
+                start = last = self._clock()
+                continue
             self._finish(end, last)
             last = end
             now = self._clock()

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from picker.sim.config import EngineSimConfig
 from picker.sim.driver import Driver
 from picker.sim.metrics import Exposition
 
 
-def exposition(config: EngineSimConfig, driver: Driver, now: float) -> bytes:
-    """Return the text of /metrics; `now` is the Unix time."""
-    return _sglang(config, driver) if config.flavour == "sglang" else _vllm(config, driver, now)
+def exposition(config: EngineSimConfig, drivers: Sequence[Driver], now: float) -> bytes:
+    """Return the text of /metrics, with the driver of every data-parallel rank; `now` is the Unix time."""
+    out = Exposition(f"{config.flavour}:")
+    for rank, driver in enumerate(drivers):
+        if config.flavour == "sglang":
+            _sglang(out, config, driver, rank)
+        else:
+            _vllm(out, config, driver, rank, now)
+    return out.render()
 
 
-def _vllm(config: EngineSimConfig, driver: Driver, now: float) -> bytes:
+def _vllm(out: Exposition, config: EngineSimConfig, driver: Driver, rank: int, now: float) -> None:
     engine, cache, counts = driver.engine, driver.engine.cache, driver.counts
-    out = Exposition("vllm:", {"engine": "0", "model_name": config.model})
+    out.labels = {"engine": str(rank), "model_name": config.model}
     out.gauge("num_requests_running", engine.running)
     out.gauge("num_requests_waiting", engine.waiting)
     out.gauge("kv_cache_usage_perc", cache.used / cache.usable)
@@ -41,13 +49,13 @@ def _vllm(config: EngineSimConfig, driver: Driver, now: float) -> bytes:
             running_lora_adapters=",".join(sorted(running)),
             waiting_lora_adapters=",".join(sorted(waiting)),
         )
-    return out.render()
 
 
-def _sglang(config: EngineSimConfig, driver: Driver) -> bytes:
+def _sglang(out: Exposition, config: EngineSimConfig, driver: Driver, rank: int) -> None:
     engine, cache, counts = driver.engine, driver.engine.cache, driver.counts
     size = config.limits.block_size
-    out = Exposition("sglang:", {"model_name": config.model, "engine_type": "unified", "tp_rank": "0", "pp_rank": "0"})
+    dp_rank = {"dp_rank": str(rank)} if config.data_parallel_size > 1 else {}
+    out.labels = {"model_name": config.model, "engine_type": "unified", "tp_rank": "0", "pp_rank": "0", **dp_rank}
     out.gauge("num_running_reqs", engine.running)
     out.gauge("num_queue_reqs", engine.waiting)
     out.gauge("token_usage", cache.used / cache.usable)
@@ -60,4 +68,3 @@ def _sglang(config: EngineSimConfig, driver: Driver) -> bytes:
     out.counter("generation_tokens", counts["generated_tokens"])
     out.histogram("time_to_first_token_seconds", driver.time_to_first_token)
     out.histogram("inter_token_latency_seconds", driver.inter_token)
-    return out.render()

@@ -41,33 +41,38 @@ class Histogram:
 
 
 class Exposition:
-    """Builds one scrape: every metric with the labels of this engine."""
+    """Builds one scrape: every metric with the labels that were set last."""
 
-    def __init__(self, prefix: str, labels: Mapping[str, str]) -> None:
+    def __init__(self, prefix: str) -> None:
+        self.labels: Mapping[str, str] = {}
         self._prefix = prefix
-        self._labels = labels
-        self._families: list[Metric] = []
+        self._families: dict[str, Metric] = {}
 
     def gauge(self, name: str, value: float, **labels: str) -> None:
-        names = {**labels, **self._labels}
+        names = {**labels, **self.labels}
         family = GaugeMetricFamily(self._prefix + name, name, labels=list(names))
         family.add_metric(list(names.values()), value)
-        self._families.append(family)
+        self._add(family)
 
     def counter(self, name: str, value: float) -> None:
-        family = CounterMetricFamily(self._prefix + name, name, labels=list(self._labels))
-        family.add_metric(list(self._labels.values()), value)
-        self._families.append(family)
+        family = CounterMetricFamily(self._prefix + name, name, labels=list(self.labels))
+        family.add_metric(list(self.labels.values()), value)
+        self._add(family)
 
     def histogram(self, name: str, histogram: Histogram) -> None:
-        family = HistogramMetricFamily(self._prefix + name, name, labels=list(self._labels))
-        family.add_metric(list(self._labels.values()), histogram.buckets(), histogram.sum)
-        self._families.append(family)
+        family = HistogramMetricFamily(self._prefix + name, name, labels=list(self.labels))
+        family.add_metric(list(self.labels.values()), histogram.buckets(), histogram.sum)
+        self._add(family)
+
+    def _add(self, family: Metric) -> None:
+        known = self._families.setdefault(family.name, family)
+        if known is not family:
+            known.samples += family.samples
 
     def render(self) -> bytes:
         """Return the scrape in Prometheus' text format."""
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Families(self._families))
+        registry.register(_Families(list(self._families.values())))
         return generate_latest(registry)
 
 

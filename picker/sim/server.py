@@ -33,6 +33,7 @@ from picker.sim.events import KvEvent
 from picker.sim.exposition import exposition
 from picker.sim.faults import Fault, Faults
 from picker.sim.openai import ApiError, Call, bad_request
+from picker.sim.publisher import EventFaults, KvEventPublisher
 from picker.sim.tokenizer import decode, generate
 
 VERSION = "0.32.0+sim"
@@ -61,17 +62,30 @@ APIS = {
 
 
 class EngineServer:
-    """Handlers of one engine. Needs a running event loop."""
+    """Handlers of one engine, or of several data-parallel ones. Needs a running event loop.
 
-    def __init__(self, config: EngineSimConfig, publish: Callable[[list[KvEvent], float], None] | None = None) -> None:
+    `publish` gets the cache events of each rank, `publishers` are those of them that listen.
+    """
+
+    def __init__(
+        self,
+        config: EngineSimConfig,
+        publish: Sequence[Callable[[list[KvEvent], float], None] | None],
+        publishers: Sequence[KvEventPublisher] = (),
+    ) -> None:
         self.config = config
-        self.engine = Engine(config.limits, config.cost, publish)
-        self.driver = Driver(self.engine)
+        self._publish = publish
+        self._publishers = publishers
+        self.drivers = [Driver(self._engine(rank)) for rank in range(config.data_parallel_size)]
         self.faults = Faults()
         self.refused: Counter[int] = Counter()
         self._created = int(time.time())
         self._number = 0
+        self._turn = -1
         self._set_fault(config.fault)
+
+    def _engine(self, rank: int) -> Engine:
+        return Engine(self.config.limits, self.config.cost, self._publish[rank])
 
     def application(self) -> web.Application:
         """Return the aiohttp application with all routes."""
@@ -87,11 +101,15 @@ class EngineServer:
         app.router.add_post("/sim/faults", self._faults)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/reset_prefix_cache", self._reset)
+        app.router.add_get("/kv_event_sources", self._kv_event_sources)
+        app.router.add_post("/sim/kv_event_faults", self._kv_event_faults)
+        app.router.add_post("/sim/restart", self._restart)
         return app
 
     def stats(self) -> dict[str, Any]:
         """Return what happened so far, for tests and people."""
-        engine, counts = self.engine, self.driver.counts
+        engines = [driver.engine for driver in self.drivers]
+        counts = sum((driver.counts for driver in self.drivers), Counter[str]())
         return {
             "name": self.config.name,
             "requests": counts["submitted"],
@@ -99,15 +117,15 @@ class EngineServer:
             "aborted": counts["aborted"],
             "refused": {str(status): count for status, count in self.refused.items()},
             "prompt_tokens": counts["prompt_tokens"],
-            "cached_tokens": engine.prefix_hits,
+            "cached_tokens": sum(engine.prefix_hits for engine in engines),
             "generated_tokens": counts["generated_tokens"],
-            "running": engine.running,
-            "waiting": engine.waiting,
-            "steps": engine.steps,
-            "evictions": engine.cache.evictions,
-            "preemptions": engine.preemptions,
-            "used_blocks": engine.cache.used,
-            "usable_blocks": engine.cache.usable,
+            "running": sum(engine.running for engine in engines),
+            "waiting": sum(engine.waiting for engine in engines),
+            "steps": sum(engine.steps for engine in engines),
+            "evictions": sum(engine.cache.evictions for engine in engines),
+            "preemptions": sum(engine.preemptions for engine in engines),
+            "used_blocks": sum(engine.cache.used for engine in engines),
+            "usable_blocks": sum(engine.cache.usable for engine in engines),
             "faults": dict(self.faults.counts),
         }
 
@@ -120,22 +138,32 @@ class EngineServer:
             model, lora = self._model(call.model)
             identity = api.prefix + (request.headers.get("X-Request-Id") or uuid.uuid4().hex)
             answer = api.answer(call, identity, model, int(time.time()))
-            generation = self._start(call, lora)
+            driver = self._driver(request.headers.get("X-data-parallel-rank"))
+            generation = self._start(driver, call, lora)
             try:
                 if call.stream:
-                    return await self._stream(request, answer, generation, fault)
+                    return await self._stream(request, answer, driver, generation, fault)
                 await generation.news()
                 if fault.mode in ("abort", "hang"):
                     await _misbehave(fault, request)
-                texts, usages = _texts(generation), self._usages(generation)
+                texts, usages = _texts(generation), self._usages(driver, generation)
                 return web.Response(body=answer.whole(texts, _total(usages)), content_type=JSON)
             finally:
-                self.driver.cancel(generation)
+                driver.cancel(generation)
 
         return handle
 
-    def _start(self, call: Call, lora: str | None) -> Generation:
-        waiting = self.engine.waiting
+    def _driver(self, rank: str | None) -> Driver:
+        """Return the engine that a request goes to: the one it names, or each in turn."""
+        if rank is None:
+            self._turn = (self._turn + 1) % len(self.drivers)
+            return self.drivers[self._turn]
+        if not (rank.isascii() and rank.isdecimal() and int(rank) < len(self.drivers)):
+            raise bad_request(f"X-data-parallel-rank is {rank}: this engine has ranks 0 .. {len(self.drivers) - 1}")
+        return self.drivers[int(rank)]
+
+    def _start(self, driver: Driver, call: Call, lora: str | None) -> Generation:
+        waiting = driver.engine.waiting
         if waiting + len(call.prompts) > self.config.max_waiting:
             raise ApiError(503, "ServiceUnavailableError", f"{waiting} requests are waiting, try again later")
         limit = self.config.limits.context_length
@@ -154,10 +182,10 @@ class EngineServer:
                 prompt + output, self.config.limits.block_size, lora_name=lora, cache_salt=call.cache_salt
             )
             requests.append(Request(str(self._number), content, len(prompt), call.read_cache))
-        return self.driver.start(requests, streaming=call.stream)
+        return driver.start(requests, streaming=call.stream)
 
     async def _stream(
-        self, request: web.Request, answer: Answer, generation: Generation, fault: Fault
+        self, request: web.Request, answer: Answer, driver: Driver, generation: Generation, fault: Fault
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": EVENT_STREAM})
         await response.prepare(request)
@@ -170,7 +198,7 @@ class EngineServer:
                 await generation.news()
             except EngineDeadError:
                 await _misbehave(Fault(mode="abort"), request)  # too late for another status
-            usages = self._usages(generation)
+            usages = self._usages(driver, generation)
             parts = [] if chunks else [answer.opening([Usage(usage.prompt, 0, usage.cached) for usage in usages])]
             for index, (member, usage) in enumerate(zip(generation.members, usages, strict=True)):
                 if usage.completion > sent[index]:
@@ -185,9 +213,9 @@ class EngineServer:
                 return response
             await response.write(b"".join(parts))
 
-    def _usages(self, generation: Generation) -> list[Usage]:
+    def _usages(self, driver: Driver, generation: Generation) -> list[Usage]:
         return [
-            Usage(member.request.prompt_tokens, self.engine.generated(member), member.cached_tokens or 0)
+            Usage(member.request.prompt_tokens, driver.engine.generated(member), member.cached_tokens or 0)
             for member in generation.members
         ]
 
@@ -203,7 +231,8 @@ class EngineServer:
 
     def _set_fault(self, fault: Fault) -> None:
         self.faults.set(fault)
-        self.engine.slow = self.faults.slow
+        for driver in self.drivers:
+            driver.engine.slow = self.faults.slow
 
     @web.middleware
     async def _errors(
@@ -236,13 +265,13 @@ class EngineServer:
         return _json({"object": "list", "data": cards})
 
     async def _health(self, _: web.Request) -> web.Response:
-        return web.Response(status=503 if self.driver.dead else 200)
+        return web.Response(status=503 if any(driver.dead for driver in self.drivers) else 200)
 
     async def _version(self, _: web.Request) -> web.Response:
         return _json({"version": VERSION})
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        body = exposition(self.config, self.driver, time.time())
+        body = exposition(self.config, self.drivers, time.time())
         return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     async def _stats(self, _: web.Request) -> web.Response:
@@ -264,7 +293,42 @@ class EngineServer:
 
     async def _reset(self, _: web.Request) -> web.Response:
         """Empty the cache. Like vLLM, answer 200 also when running requests prevent it."""
-        return _json({"reset": self.engine.reset_prefix_cache()})
+        done = [driver.engine.reset_prefix_cache() for driver in self.drivers]
+        return _json({"reset": all(done)})
+
+    async def _kv_event_sources(self, _: web.Request) -> web.Response:
+        sources = {
+            str(publisher.rank): {
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
+                "endpoint": publisher.endpoint,
+                "replay_endpoint": publisher.replay_endpoint or None,
+                "buffer_steps": publisher.settings.buffer_steps,
+                "topic": publisher.settings.topic,
+            }
+            for publisher in self._publishers
+        }
+        return _json(sources)
+
+    async def _kv_event_faults(self, request: web.Request) -> web.Response:
+        try:
+            faults = msgspec.json.decode(await request.read(), type=EventFaults)
+        except msgspec.DecodeError as error:
+            raise bad_request(f"the body is no fault: {error}") from None
+        for publisher in self._publishers:
+            publisher.faults = faults
+        return _json(faults)
+
+    async def _restart(self, _: web.Request) -> web.Response:
+        """Do what a new process would: empty caches, metrics and events from the beginning, requests broken off."""
+        for publisher in self._publishers:
+            publisher.close()
+        for rank, driver in enumerate(self.drivers):
+            driver.restart(self._engine(rank))
+        self._set_fault(self.faults.fault)
+        for publisher in self._publishers:
+            await publisher.restart()
+        return _json({"restarted": True})
 
 
 def _json(value: Any) -> web.Response:
