@@ -153,9 +153,9 @@ class EngineCache:
         if missing:
             self._dropped["removed unknown block"] += missing
 
-    def evict(self, blocks: int) -> None:
-        """Forget the blocks that were stored first."""
-        max(self.tables.values(), key=lambda table: table.live).evict(blocks)
+    def evict(self) -> None:
+        """Forget the block that was stored first, of those of the block size that has most."""
+        max(self.tables.values(), key=lambda table: table.live).evict()
 
     def sweep(self) -> Iterator[None]:
         """Take everything out of the planes, one block for each step. The cache must not be used any more."""

@@ -1,6 +1,6 @@
 """Key chains of prompts, kept so that a conversation that grew by one turn costs only that turn.
 
-A chain is found by a fingerprint of the prompt up to its last whole page (4096 tokens or a little more); the rest is
+A chain is found by a fingerprint of the prompt up to its last whole page; the rest is
 compared with the tokens themselves. Fingerprints have 128 bits and cover every token, so that a chain is only ever
 reused for the same prefix, and the keys are those that would have been computed.
 """
@@ -14,7 +14,6 @@ from xxhash import xxh3_128_intdigest
 
 from picker.core.block_index.keys import TOKEN_BYTES, block_keys
 
-PAGE_TOKENS = 4096
 _SEED_MASK = (1 << 64) - 1
 
 Matches = list[tuple[int, int]]
@@ -48,12 +47,16 @@ class Chain:
 
 
 class KeyChains:
-    """The most recently used chains; `capacity` is the number of keys they may have together, 8 bytes each."""
+    """The most recently used chains; `capacity` is the number of keys they may have together, 8 bytes each.
 
-    __slots__ = ("_capacity", "_chains", "keys")
+    Prompts shorter than a page, `page_tokens` rounded up to whole blocks, are not kept: they are computed in no time.
+    """
 
-    def __init__(self, capacity: int = 1 << 21) -> None:
+    __slots__ = ("_capacity", "_chains", "_page_tokens", "keys")
+
+    def __init__(self, capacity: int = 1 << 21, page_tokens: int = 4096) -> None:
         self._capacity = capacity
+        self._page_tokens = page_tokens
         self._chains: OrderedDict[int, Chain] = OrderedDict()
         self.keys = 0
         """Keys in all chains."""
@@ -65,7 +68,7 @@ class KeyChains:
         """
         width = block_size * TOKEN_BYTES
         blocks = len(data) // width
-        page_blocks = -(-PAGE_TOKENS // block_size)
+        page_blocks = -(-self._page_tokens // block_size)
         pages = blocks // page_blocks
         if not pages:
             return Chain(array("Q", block_keys(root, data, block_size, blocks, suffixes)), b"")

@@ -53,13 +53,13 @@ class BlockIndex:
         limits: Limits = Limits(),  # noqa: B008 (frozen)
         tier_weights: Mapping[str, float] = TIER_WEIGHTS,
         reports_reuse: bool = False,
-        chain_keys: int = 1 << 21,
+        chains: KeyChains | None = None,
     ) -> None:
         self.unknown_ranks = 0
         """Batches dropped because of a rank that no engine has."""
         self.expired = 0
         """Sources forgotten by `expire`."""
-        self.chains = KeyChains(chain_keys)
+        self.chains = KeyChains() if chains is None else chains
         self._max_blocks = max_blocks
         self._limits = limits
         self._tier_weights = tier_weights
@@ -277,7 +277,7 @@ class BlockIndex:
         excess = sum([source.cache.blocks for source in ranks.values()]) - self._max_blocks
         while excess > 0:
             source = max(ranks.values(), key=lambda one: one.cache.blocks)
-            source.cache.evict(1)
+            source.cache.evict()
             source.evicted += 1
             excess -= 1
             if source.cache.take_losses():

@@ -1,4 +1,4 @@
-"""One engine's names for its blocks: `hash -> (key, copies)`, in typed arrays, 40 bytes a block and no pauses.
+"""One engine's names for its blocks: `hash -> (key, copies)`, in typed arrays, some 35 bytes a block and without pauses.
 
 The engine's hash is opaque: it names a block in events. A row keeps what it means (our key, 0 while unknown) and how
 many physical copies there are in each pool. When the last copy is gone the row stays as a *tombstone*, because a
@@ -49,7 +49,6 @@ class BlockTable:
         self._chain = array("I", bytes(8))
         self._older = array("I", (LIVE, DEAD))
         self._newer = array("I", (LIVE, DEAD))
-        self._total = array("H", bytes(4))
         self._heads = array("I", bytes(4))
         self._low = 0  # the number of buckets is between low + 1 and 2 * low + 2
         self._free = 0  # rows that were dropped, linked by their chain
@@ -63,69 +62,82 @@ class BlockTable:
 
     def key_of(self, name: int) -> int:
         """Return the key that a hash stands for, 0 if that is not known."""
-        row = self._find(name)
-        return self._keys[row] if row else 0
+        return self._keys[self._find(name)]
 
     def store(self, names: Sequence[int], keys: Sequence[int], pool: Pool, *, count_again: bool = True) -> None:
         """Add a copy of each block to `pool`. A key of 0 leaves a block's meaning as it is.
 
         Without `count_again` only blocks without copies get one.
         """
+        if self._unused + len(names) > len(self._names):
+            self._grow(len(names))
         heads, chain, table_names, table_keys = self._heads, self._chain, self._names, self._keys
-        total, copies, planes, bit = self._total, pool.copies, pool.planes, self.bit
-        high, low, buckets = 2 * self._low + 1, self._low, len(heads)
+        older, newer, copies, bit = self._older, self._newer, pool.copies, self.bit
+        show = pool.planes.setdefault
+        low, buckets, free, unused, last = self._low, len(heads), self._free, self._unused, older[LIVE]
+        high = 2 * low + 1
+        added = 0
         for name, key in zip(names, keys, strict=True):
             bucket = name & high
             if bucket >= buckets:
                 bucket &= low
-            row = heads[bucket]
+            row = first = heads[bucket]
             while row and table_names[row] != name:
                 row = chain[row]
             if not row:
-                row = self._add(name, key, bucket)
-                high, low, buckets = 2 * self._low + 1, self._low, len(heads)
-                self._link(row, LIVE)
-                self.live += 1
-                total[row] = copies[row] = 1
+                if free:
+                    row = free
+                    free = chain[row]
+                else:
+                    row = unused
+                    unused += 1
+                table_names[row] = name
+                table_keys[row] = key
+                chain[row] = first
+                heads[bucket] = row
+                newer[last] = row
+                older[row] = last
+                last = row
+                copies[row] = 1
+                added += 1
             else:
                 if key and key != table_keys[row]:
                     self._name(row, key)
                 count = copies[row]
-                if count and (not count_again or count == _MOST_COPIES or total[row] == _MOST_COPIES):
-                    continue
-                if not total[row]:
-                    self._unlink(row)
-                    self._link(row, LIVE)
-                    self.dead -= 1
-                    self.live += 1
-                copies[row] = count + 1
-                total[row] += 1
                 if count:
+                    if count_again and count < _MOST_COPIES:
+                        copies[row] = count + 1
                     continue
-            meaning = table_keys[row]
-            if meaning:
-                lanes = planes.get(meaning)
-                if lanes is None:
-                    planes[meaning] = bit
-                elif not lanes & bit:
-                    planes[meaning] = lanes | bit
+                if not self._has_copies(row):
+                    newer[last], older[LIVE] = LIVE, last
+                    self._move(row, LIVE)
+                    last = row
+                copies[row] = 1
+                key = table_keys[row]  # noqa: PLW2901 (the meaning may have been known before)
+            if key:
+                lanes = show(key, bit)
+                if not lanes & bit:
+                    pool.planes[key] = lanes | bit
+        newer[last], older[LIVE] = LIVE, last
+        self._free, self._unused = free, unused
+        self.live += added
+        self._split((unused >> 1) - buckets)
 
     def remove(self, names: Sequence[int], pool: Pool) -> int:
         """Take one copy of each block out of `pool`; returns how many blocks had none to take."""
-        copies, total = pool.copies, self._total
+        copies, only = pool.copies, len(self.pools) == 1
         missing = 0
         for name in names:
             row = self._find(name)
-            count = copies[row] if row else 0
+            count = copies[row]
             if not count:
                 missing += 1
                 continue
             copies[row] = count - 1
             if count == 1:
                 self._hide(self._keys[row], pool)
-            total[row] -= 1
-            if not total[row]:
-                self._bury(row)
+                if only or not self._has_copies(row):
+                    self._bury(row)
         return missing
 
     def name(self, names: Sequence[int], keys: Sequence[int]) -> None:
@@ -135,32 +147,29 @@ class BlockTable:
             if row and self._keys[row] != key:
                 self._name(row, key)
 
-    def evict(self, blocks: int) -> None:
-        """Forget all copies of the blocks that were stored first."""
-        for _ in range(min(blocks, self.live)):
-            row = self._newer[LIVE]
-            self._drop_copies(row)
-            self._bury(row)
+    def evict(self) -> None:
+        """Forget all copies of the block that was stored first."""
+        row = self._newer[LIVE]
+        self._drop_copies(row)
+        self._bury(row)
 
     def drain(self, pool: Pool) -> None:
         """Forget all copies in one pool, and the pool."""
-        for row in range(2, self._unused):
-            count = pool.copies[row]
-            if count:
-                self._hide(self._keys[row], pool)
-                self._total[row] -= count
-                if not self._total[row]:
-                    self._bury(row)
         self.pools.remove(pool)
+        for row in range(2, self._unused):
+            if pool.copies[row]:
+                self._hide(self._keys[row], pool)
+                if not self._has_copies(row):
+                    self._bury(row)
 
     def sweep(self) -> Iterator[None]:
         """Take the bit out of all planes, row by row. The table must not be used any more."""
         for row in range(2, self._unused):
-            if self._total[row]:
-                self._drop_copies(row)
+            self._drop_copies(row)
             yield
 
     def _find(self, name: int) -> int:
+        """Return the row of a name, or row 0, which has no key and no copies."""
         bucket = name & (2 * self._low + 1)
         if bucket >= len(self._heads):
             bucket &= self._low
@@ -170,59 +179,46 @@ class BlockTable:
             row = chain[row]
         return row
 
-    def _add(self, name: int, key: int, bucket: int) -> int:
-        row = self._free
-        if row:
-            self._free = self._chain[row]
-        else:
-            row = self._unused
-            self._unused = row + 1
-            if row == len(self._names):
-                self._grow()
-        self._names[row] = name
-        self._keys[row] = key
-        self._chain[row] = self._heads[bucket]
-        self._heads[bucket] = row
-        if self._unused > len(self._heads):
-            self._split()
-        return row
-
-    def _grow(self) -> None:
-        more = max(_GROWTH, len(self._names) >> 5)
-        for column in (self._names, self._keys, self._chain, self._older, self._newer, self._total):
+    def _grow(self, rows: int) -> None:
+        more = max(_GROWTH, rows, len(self._names) >> 5)
+        for column in (self._names, self._keys, self._chain, self._older, self._newer):
             column.frombytes(bytes(more * column.itemsize))
         for pool in self.pools:
             pool.copies.frombytes(bytes(more * pool.copies.itemsize))
 
-    def _split(self) -> None:
+    def _split(self, times: int) -> None:
         heads, chain, names = self._heads, self._chain, self._names
-        high = 2 * self._low + 1
-        number = len(heads)
-        first = number & self._low
-        row, stay, move = heads[first], 0, 0
-        while row:
-            following = chain[row]
-            if names[row] & high == number:
-                chain[row], move = move, row
-            else:
-                chain[row], stay = stay, row
-            row = following
-        heads[first] = stay
-        heads.append(move)
-        if number == high:
-            self._low = high
+        for _ in range(times):
+            bit = self._low + 1
+            first = len(heads) & self._low
+            row, stay, move = heads[first], 0, 0
+            while row:
+                following = chain[row]
+                if names[row] & bit:
+                    chain[row], move = move, row
+                else:
+                    chain[row], stay = stay, row
+                row = following
+            heads[first] = stay
+            heads.append(move)
+            if first == self._low:
+                self._low = 2 * self._low + 1
 
-    def _link(self, row: int, ring: int) -> None:
-        last = self._older[ring]
-        self._newer[last] = row
-        self._older[row] = last
-        self._newer[row] = ring
-        self._older[ring] = row
+    def _move(self, row: int, ring: int) -> None:
+        """Put a row at the end of the other ring."""
+        older, newer = self._older, self._newer
+        newer[older[row]] = newer[row]
+        older[newer[row]] = older[row]
+        last = older[ring]
+        newer[last] = older[ring] = row
+        older[row] = last
+        newer[row] = ring
+        step = 1 if ring == LIVE else -1
+        self.live += step
+        self.dead -= step
 
-    def _unlink(self, row: int) -> None:
-        older, newer = self._older[row], self._newer[row]
-        self._newer[older] = newer
-        self._older[newer] = older
+    def _has_copies(self, row: int) -> bool:
+        return any([pool.copies[row] for pool in self.pools])
 
     def _name(self, row: int, key: int) -> None:
         """Give a row its meaning, or, when the engine uses one hash for different blocks, its latest."""
@@ -235,46 +231,41 @@ class BlockTable:
 
     def _hide(self, key: int, pool: Pool) -> None:
         lanes = pool.planes.get(key, 0)
-        if not lanes & self.bit:
-            return
-        rest = lanes ^ self.bit
-        if rest:
-            pool.planes[key] = rest
-        else:
-            del pool.planes[key]
-        self.lost = True
+        if lanes & self.bit:
+            self.lost = True
+            if lanes == self.bit:
+                del pool.planes[key]
+            else:
+                pool.planes[key] = lanes ^ self.bit
 
     def _drop_copies(self, row: int) -> None:
-        key = self._keys[row]
         for pool in self.pools:
             if pool.copies[row]:
                 pool.copies[row] = 0
-                self._hide(key, pool)
-        self._total[row] = 0
+                self._hide(self._keys[row], pool)
 
     def _bury(self, row: int) -> None:
-        self._unlink(row)
-        self._link(row, DEAD)
-        self.live -= 1
-        self.dead += 1
+        self._move(row, DEAD)
         if self.dead > self._tombstones:
             self._drop_tombstone()
 
     def _drop_tombstone(self) -> None:
         row = self._newer[DEAD]
-        self._unlink(row)
+        newer = self._newer[row]
+        self._newer[DEAD] = newer
+        self._older[newer] = DEAD
         self.dead -= 1
         bucket = self._names[row] & (2 * self._low + 1)
         if bucket >= len(self._heads):
             bucket &= self._low
-        following = self._chain[row]
+        chain = self._chain
         before = self._heads[bucket]
         if before == row:
-            self._heads[bucket] = following
+            self._heads[bucket] = chain[row]
         else:
-            while self._chain[before] != row:
-                before = self._chain[before]
-            self._chain[before] = following
+            while chain[before] != row:
+                before = chain[before]
+            chain[before] = chain[row]
         self._keys[row] = 0
-        self._chain[row] = self._free
+        chain[row] = self._free
         self._free = row
