@@ -4,8 +4,7 @@ vLLM turns every body into messages with a role, a content and little else befor
 is followed here to the letter, for text. What cannot be followed exactly raises `UnsupportedRequestError`, and another
 way of tokenizing is asked. Not followed: media (its tokens depend on a processor), request templates, and truncation;
 of the Responses API everything but plain messages; of Anthropic's API, tools and images, which releases convert
-differently. `tool_choice` hides no tools, as it does not in vLLM unless it is started so; `response_format` is no
-variable of any template that vLLM renders.
+differently. `response_format` is no variable of any template that vLLM renders.
 """
 
 from __future__ import annotations
@@ -17,17 +16,13 @@ from typing import Any
 
 from msgspec import Struct
 
-from picker.core.tokens.prompt import Api, EngineRequest
+from picker.core.tokens.prompt import Api, EngineRequest, UnsupportedRequestError
 
 Message = dict[str, Any]
 
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
 _RESERVED = frozenset({"chat_template", "tokenize", "messages", "conversation", "tools", "documents"})
 _ATTRIBUTION = "x-anthropic-billing-header"
-
-
-class UnsupportedRequestError(ValueError):
-    """A request that cannot be tokenized exactly this way; the text says what about it."""
 
 
 class ContentFormat(StrEnum):
@@ -42,6 +37,7 @@ class Chat(Struct, frozen=True):
 
     messages: list[Message]
     tools: list[Any] | None = None
+    tool_choice: Any = None
     documents: list[Any] | None = None
     variables: Mapping[str, Any] = {}
     add_generation_prompt: bool = True
@@ -70,6 +66,7 @@ def read_chat(request: EngineRequest) -> Chat:
     return Chat(
         messages=messages,
         tools=None if tools is None else [_tool(tool) for tool in tools],
+        tool_choice=request.field("tool_choice"),
         documents=_list(request, "documents"),
         variables=variables,
         add_generation_prompt=generation,

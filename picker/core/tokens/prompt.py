@@ -27,6 +27,10 @@ _WITHOUT_EFFECT = frozenset({
 """Fields that never change a prompt's tokens. All others count as if they did."""
 
 
+class UnsupportedRequestError(ValueError):
+    """A request that cannot be tokenized exactly this way; the text says what about it."""
+
+
 class Api(StrEnum):
     """The API of a request; the value is the end of its path."""
 
@@ -103,19 +107,21 @@ class EngineRequest(Struct, frozen=True):
     reads_cache: bool = True
 
     def field(self, name: str) -> Any:
-        """Return the decoded value of a field, None when it is missing. Raises ValueError if it cannot be decoded."""
+        """Return the decoded value of a field, None when it is missing. Raises UnsupportedRequestError."""
         raw = self.fields.get(name)
         if raw is None:
             return None
         try:
             return msgspec.json.decode(raw)
-        except RecursionError:
-            raise ValueError(f"{name} is nested too deeply") from None
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+            raise UnsupportedRequestError(f"{name} cannot be decoded: {str(error)[:100]}") from None
 
     def digest(self) -> bytes:
         """Return 32 bytes that are equal only for requests that become the same tokens for the same model."""
         hasher = sha256(self.api.encode())
-        for name in sorted(self.fields.keys() - _WITHOUT_EFFECT - {"model"}):
+        # How much is cut off a prompt may depend on the room that its answer needs.
+        without_effect = frozenset() if "truncate_prompt_tokens" in self.fields else _WITHOUT_EFFECT
+        for name in sorted(self.fields.keys() - without_effect - {"model"}):
             key, value = name.encode(), self.fields[name]
             hasher.update(b"%d %d " % (len(key), memoryview(value).nbytes))
             hasher.update(key)

@@ -1,8 +1,8 @@
 """Tokenizing in this process, from a Hugging Face tokenizer's directory.
 
 Read from it: `tokenizer.json`; `tokenizer_config.json` for the special tokens, `add_bos_token`, `add_eos_token` and
-`chat_template`; `special_tokens_map.json`; `chat_template.jinja`, which goes first; `config.json` for models that
-engines render without a template.
+`chat_template`; `special_tokens_map.json`; `chat_template.jinja`, which goes before the former; `config.json` and
+`tekken.json` for models that engines render without a template.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from typing import Any
 
 import jinja2
 import structlog
+from msgspec import Struct
+from msgspec.structs import replace
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from picker.core.tokens.conversation import UnsupportedRequestError, read_chat
+from picker.core.tokens.conversation import Chat, ContentFormat, read_chat
 from picker.core.tokens.lru import ByteLru
-from picker.core.tokens.prompt import EngineRequest, Served
+from picker.core.tokens.prompt import EngineRequest, Served, UnsupportedRequestError
 from picker.core.tokens.segments import Cutter, SegmentPlan, plan_segments
 from picker.io.tokenize.self_check import adversarial_prompts, first_difference
 from picker.io.tokenize.step import Outcome, StepError, Tokens
@@ -42,6 +44,25 @@ _ENTRY_BYTES = 200
 """What Python needs for a cached segment beside its text and tokens."""
 
 
+class LocalSettings(Struct, frozen=True):
+    """Where the tokenizer is, and the engine's own flags as far as they change prompts.
+
+    `chat_template` is a file (vLLM's `--chat-template`), `content_format` None finds it in the template
+    (`--chat-template-content-format auto`), `chat_template_kwargs` are those for every request
+    (`--default-chat-template-kwargs`), `hide_tools` leaves tools out of a prompt when `tool_choice` is "none"
+    (`--exclude-tools-when-tool-choice-none`). With `engine` sglang, chats with tools or lists of parts are left to
+    other steps: SGLang reads them its own way.
+    """
+
+    directory: str
+    engine: str = "vllm"
+    chat_template: str | None = None
+    content_format: ContentFormat | None = None
+    chat_template_kwargs: Mapping[str, Any] = {}
+    hide_tools: bool = False
+    cache_bytes: int = 64 * 2**20
+
+
 class TokenizerFilesError(ValueError):
     """A directory that is no usable tokenizer; the text names the file and what to do."""
 
@@ -57,11 +78,12 @@ class LocalTokenizer:
         tokenizer: Tokenizer,
         templates: Mapping[str, ChatTemplate],
         plan: SegmentPlan,
-        cache_bytes: int,
+        settings: LocalSettings,
     ) -> None:
         self._tokenizer = tokenizer
         self._templates = templates
-        self.segments: ByteLru[tuple[bool, str], array[int]] = ByteLru(cache_bytes)
+        self._settings = settings
+        self.segments: ByteLru[tuple[bool, str], array[int]] = ByteLru(settings.cache_bytes)
         self.hits = 0
         self.misses = 0
         self._lock = Lock()
@@ -73,27 +95,25 @@ class LocalTokenizer:
             self._check(plan)
 
     @classmethod
-    def load(cls, directory: Path, *, template: Path | None = None, cache_bytes: int = 64 * 2**20) -> LocalTokenizer:
-        """Load a directory; `template` is a chat template to use in the place of its own. Raises TokenizerFilesError.
-
-        Takes up to some seconds, for a large vocabulary.
-        """
-        source = _read(directory / "tokenizer.json")
+    def load(cls, settings: LocalSettings) -> LocalTokenizer:
+        """Load a directory. Raises TokenizerFilesError. Takes up to some seconds, for a large vocabulary."""
+        directory = Path(settings.directory)
+        path = directory / "tokenizer.json"
+        source = _read(path)
         if source is None:
-            raise TokenizerFilesError(f"{directory / 'tokenizer.json'} does not exist: convert the tokenizer to it")
-        settings = _special_tokens(directory)
-        description = _object(directory / "tokenizer.json", source)
+            raise TokenizerFilesError(f"{path} does not exist: correct the directory, or convert the tokenizer to it")
+        config = _special_tokens(directory)
+        plan = plan_segments(_object(path, source))
         try:
             tokenizer = _prepared(source)
         except Exception as error:  # the library raises nothing more special
-            raise TokenizerFilesError(f"{directory / 'tokenizer.json'}: {error}") from error
-        _require_tokens(directory, settings, tokenizer)
-        _add_ends(tokenizer, settings)
-        plan = plan_segments(description)
-        if settings.get("split_special_tokens"):
+            raise TokenizerFilesError(f"{path}: {error}") from error
+        _require_tokens(directory, config, tokenizer)
+        _add_ends(tokenizer, config)
+        if config.get("split_special_tokens"):
             tokenizer.encode_special_tokens = True
             plan = SegmentPlan(unsafe="special tokens are split like text")
-        return cls(tokenizer, _templates(directory, settings, template), plan, cache_bytes)
+        return cls(tokenizer, _templates(directory, config, settings), plan, settings)
 
     def _check(self, plan: SegmentPlan) -> None:
         cutter = Cutter({text: i for text in plan.cuts if (i := self._tokenizer.token_to_id(text)) is not None})
@@ -153,12 +173,23 @@ class LocalTokenizer:
             special = request.field("add_special_tokens") is not False
             texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
             return [Tokens(self.encode(text, add_special_tokens=special)) for text in texts]
-        chat = read_chat(request)
+        chat = self._chat(request)
         template = self._templates.get("tool_use" if chat.tools and "tool_use" in self._templates else "default")
         if template is None:
             raise UnsupportedRequestError("the tokenizer has no chat template")
         prompt = template.render(chat, MAX_RENDER_SECONDS)
         return [Tokens(self.encode(prompt, add_special_tokens=chat.add_special_tokens))]
+
+    def _chat(self, request: EngineRequest) -> Chat:
+        chat, settings = read_chat(request), self._settings
+        if settings.engine == "sglang":
+            parts = any(
+                isinstance(message, dict) and isinstance(message.get("content"), list) for message in chat.messages
+            )
+            if parts or chat.tools:
+                raise UnsupportedRequestError("SGLang reads tools and lists of parts its own way: let it tokenize them")
+        tools = None if settings.hide_tools and chat.tool_choice == "none" else chat.tools
+        return replace(chat, tools=tools, variables={**settings.chat_template_kwargs, **chat.variables})
 
 
 class Local:
@@ -286,21 +317,30 @@ def _ends(tokenizer: Tokenizer) -> tuple[array[int], array[int]] | None:
     return (array("I", begin), array("I", end)) if found[0] == found[1] else None
 
 
-def _templates(directory: Path, settings: Mapping[str, Any], template: Path | None) -> dict[str, ChatTemplate]:
+def _templates(directory: Path, config: Mapping[str, Any], settings: LocalSettings) -> dict[str, ChatTemplate]:
     """The chat templates by name; the one for everything is called "default"."""
-    config = _object(directory / "config.json", _read(directory / "config.json"))
-    if template is None and config.get("model_type") in _WITHOUT_TEMPLATE:
-        logger.warning("tokenizer_without_chats", directory=str(directory), model_type=config["model_type"])
+    if settings.chat_template is not None:
+        sources: Any = _read(Path(settings.chat_template))
+        if sources is None:
+            raise TokenizerFilesError(f"{settings.chat_template} does not exist: correct the path of the chat template")
+    elif reason := _without_template(directory):
+        logger.warning("tokenizer_without_chats", directory=str(directory), reason=reason)
         return {}
-    variables = {name: text for name in _SPECIAL_TOKENS if (text := _text(settings.get(name))) is not None}
-    path = template or directory / "chat_template.jinja"
-    sources: Any = _read(path)
-    if sources is None:
-        if template is not None:
-            raise TokenizerFilesError(f"{template} does not exist: correct the path of the chat template")
-        sources = settings.get("chat_template")
+    else:
+        sources = _read(directory / "chat_template.jinja") or config.get("chat_template")
+    variables = {name: text for name in _SPECIAL_TOKENS if (text := _text(config.get(name))) is not None}
     named = sources if isinstance(sources, list) else [{"name": "default", "template": sources}] if sources else []
     try:
-        return {str(each["name"]): ChatTemplate(each["template"], variables) for each in named}
+        return {str(each["name"]): ChatTemplate(each["template"], variables, settings.content_format) for each in named}
     except (jinja2.TemplateError, KeyError, TypeError) as error:
         raise TokenizerFilesError(f"{directory}: its chat template cannot be used: {error!r}") from error
+
+
+def _without_template(directory: Path) -> str:
+    """Why engines render this model's chats in code instead of by its template; empty when they do not."""
+    model_type = _object(directory / "config.json", _read(directory / "config.json")).get("model_type")
+    if model_type in _WITHOUT_TEMPLATE:
+        return f"engines have code for {model_type}"
+    if (directory / "tekken.json").exists():
+        return "engines prefer tekken.json and mistral-common; set a chat template if yours does not"
+    return ""

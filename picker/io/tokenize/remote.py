@@ -20,8 +20,7 @@ import structlog
 from msgspec import Struct
 
 from picker.core.endpoints import Endpoint
-from picker.core.tokens.conversation import UnsupportedRequestError
-from picker.core.tokens.prompt import EngineRequest, Served
+from picker.core.tokens.prompt import EngineRequest, Served, UnsupportedRequestError
 from picker.io.tokenize.breaker import Breaker
 from picker.io.tokenize.requests import ReplyError, read_rendered, read_tokenized, render_body, tokenize_bodies
 from picker.io.tokenize.step import Outcome, StepError, Tokens
@@ -143,14 +142,16 @@ class Remote:
 
     async def _ask(self, target: Target, request: EngineRequest, model: str, seconds: float) -> list[Tokens]:
         breaker = self._breaker(target)
+        try:
+            bodies = self._bodies(request, model)
+        except UnsupportedRequestError as error:
+            raise _AttemptError(Outcome.UNSUPPORTED, str(error)) from error
         breaker.begin(time.monotonic())
         try:
             async with asyncio.timeout(seconds):
-                tokens = await self._send(target, request, model)
+                tokens = await self._send(target, request, bodies)
         except TimeoutError:
             failure = _AttemptError(Outcome.TIMEOUT, f"no answer within {seconds:.3f} s")
-        except UnsupportedRequestError as error:
-            failure = _AttemptError(Outcome.UNSUPPORTED, str(error))
         except _AttemptError as error:
             failure = error
         except (aiohttp.ClientError, OSError, ReplyError, ValueError) as error:
@@ -168,11 +169,12 @@ class Remote:
             logger.warning("tokenizing_target_fails", step=self.name, target=target.url, error=str(failure))
         raise failure
 
-    async def _send(self, target: Target, request: EngineRequest, model: str) -> list[Tokens]:
+    def _bodies(self, request: EngineRequest, model: str) -> list[bytes]:
+        return [render_body(request, model)] if self._whom is Remotely.RENDER else tokenize_bodies(request, model)
+
+    async def _send(self, target: Target, request: EngineRequest, bodies: list[bytes]) -> list[Tokens]:
         if self._whom is Remotely.RENDER:
-            path = f"/v1{request.api}/render"
-            return read_rendered(await self._post(target.url + path, render_body(request, model)), request)
-        bodies = tokenize_bodies(request, model)
+            return read_rendered(await self._post(f"{target.url}/v1{request.api}/render", bodies[0]), request)
         posts = (self._post(f"{target.url}/tokenize", body) for body in bodies)
         tokens = []
         for reply in await asyncio.gather(*posts, return_exceptions=True):

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 from msgspec import Raw, Struct
 
-from picker.core.tokens.conversation import UnsupportedRequestError, read_chat, require_text
-from picker.core.tokens.prompt import Api, EngineRequest, MultiModalItem
+from picker.core.tokens.conversation import read_chat, require_text
+from picker.core.tokens.prompt import Api, EngineRequest, MultiModalItem, UnsupportedRequestError
 from picker.io.tokenize.step import Tokens
 
 _CHAT_FIELDS = ("tools", "add_generation_prompt", "continue_final_message")

@@ -19,7 +19,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from picker.core.tokens.conversation import Chat, ContentFormat, UnsupportedRequestError, conversation
+from picker.core.tokens.conversation import Chat, ContentFormat, conversation
+from picker.core.tokens.prompt import UnsupportedRequestError
 
 MAX_RENDERED = 16 * 1024 * 1024
 """Characters; a prompt of a million tokens has some four million."""
@@ -73,15 +74,15 @@ def _environment() -> ImmutableSandboxedEnvironment:
 class ChatTemplate:
     """One compiled template. `variables` are always seen by it: the tokenizer's special tokens, by name.
 
-    `content_format` is what the template takes as content, found as vLLM finds it. Raises jinja2.TemplateError when
-    the source is no template.
+    `content_format` is what the template takes as content, found as vLLM finds it unless it is given. Raises
+    jinja2.TemplateError when the source is no template.
     """
 
-    def __init__(self, source: str, variables: Mapping[str, str]) -> None:
+    def __init__(self, source: str, variables: Mapping[str, str], form: ContentFormat | None = None) -> None:
         environment = _environment()
         self._template = environment.from_string(source)
         self._variables = dict(variables)
-        self.content_format = content_format(environment.parse(source))
+        self.content_format = form or content_format(environment.parse(source))
 
     def render(self, chat: Chat, seconds: float) -> str:
         """Return the prompt of a chat. Raises UnsupportedRequestError when there is none, or not within `seconds`."""

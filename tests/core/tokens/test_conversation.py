@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from picker.core.tokens.conversation import Chat, ContentFormat, UnsupportedRequestError, conversation, read_chat
-from picker.core.tokens.prompt import EngineRequest, read_engine_request
+from picker.core.tokens.conversation import Chat, ContentFormat, conversation, read_chat
+from picker.core.tokens.prompt import EngineRequest, UnsupportedRequestError, read_engine_request
 
 
 def chat(path: str = "/v1/chat/completions", **body: Any) -> Chat:

@@ -140,6 +140,8 @@ def test_digests_tell_apart_all_that_may_change_tokens_and_nothing_else() -> Non
     ):
         assert read("/v1/chat/completions", **chat, **extra).digest() != plain
     assert read("/v1/messages", **chat).digest() != plain
+    short, long = (read(prompt="x", truncate_prompt_tokens=-1, max_tokens=room) for room in (1, 9))
+    assert short.digest() != long.digest()
     a, b = read(prompt="x", suffix="yz"), read(prompt="xy", suffix="z")
     assert a.digest() != b.digest()
 

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from picker.core.tokens.prompt import EngineRequest, ModelNames, Served, TokenPrompt, read_engine_request
 from picker.io.tokenize.chain import ChainSettings, Tokenized, TokenizerChain
-from picker.io.tokenize.local import Local, LocalTokenizer
+from picker.io.tokenize.local import Local, LocalSettings, LocalTokenizer
 from picker.io.tokenize.remote import Remote, Remotely, Target
 from picker.io.tokenize.step import Outcome, StepError, Tokens
 from picker.sim.config import EngineSimConfig
@@ -182,7 +182,7 @@ async def test_errors_are_not_kept() -> None:
 async def test_local_then_render_then_engine(tmp_path: Path, serve: Serve) -> None:
     """Real steps: the local tokenizer has no template and no eyes, the renderer is disabled, the engine remains."""
     (tmp_path / "tokenizer.json").write_bytes((DATA / "wordpiece.json").read_bytes())
-    local = Local(LocalTokenizer.load(tmp_path))
+    local = Local(LocalTokenizer.load(LocalSettings(str(tmp_path))))
 
     async def disabled(_: web.Request) -> web.Response:
         return web.json_response({"error": {"code": 403}}, status=403)

@@ -16,9 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from picker.core.tokens.conversation import UnsupportedRequestError
-from picker.core.tokens.prompt import EngineRequest, Served, read_engine_request
-from picker.io.tokenize.local import Local, LocalTokenizer, TokenizerFilesError
+from picker.core.tokens.conversation import ContentFormat
+from picker.core.tokens.prompt import EngineRequest, Served, UnsupportedRequestError, read_engine_request
+from picker.core.tokens.segments import SegmentPlan
+from picker.io.tokenize.local import Local, LocalSettings, LocalTokenizer, TokenizerFilesError
 from picker.io.tokenize.step import Outcome, StepError, Tokens
 
 DATA = Path(__file__).parents[2] / "data"
@@ -43,6 +44,10 @@ def directory(tmp_path: Path, tokenizer: bytes | str, **config: Any) -> Path:
     return tmp_path
 
 
+def load(directory: Path, **settings: Any) -> LocalTokenizer:
+    return LocalTokenizer.load(LocalSettings(str(directory), **settings))
+
+
 def family(name: str) -> bytes:
     return (DATA / "tokenizers" / f"{name}.json").read_bytes()
 
@@ -64,7 +69,7 @@ def captured() -> Iterator[dict[str, Any]]:
 
 def test_every_recorded_chat_has_the_tokens_that_vllm_gave_it(tmp_path: Path) -> None:
     model = gzip.decompress((DATA / "tokenizers" / "tiny-vllm.json.gz").read_bytes())
-    tokenizer = LocalTokenizer.load(directory(tmp_path, model, chat_template=OF_THE_CAPTURES, eos_token="<|im_end|>"))
+    tokenizer = load(directory(tmp_path, model, chat_template=OF_THE_CAPTURES, eos_token="<|im_end|>"))
     assert tokenizer.segments_off == ""
     records = list(captured())
     wrong = []
@@ -79,7 +84,7 @@ def test_every_recorded_chat_has_the_tokens_that_vllm_gave_it(tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_cached_segments_never_change_tokens(name: str, tmp_path: Path) -> None:
-    tokenizer = LocalTokenizer.load(directory(tmp_path, family(name)), cache_bytes=20_000)
+    tokenizer = load(directory(tmp_path, family(name)), cache_bytes=20_000)
     whole = Tokenizer.from_str(family(name).decode())
     assert tokenizer.segments_off == ""
     words = st.sampled_from(["<|im_start|>", "<|im_end|>", "user\n", "\n", " Hi", "Hi", "e\u0301", "\u0301", "<|im_"])
@@ -97,7 +102,7 @@ def test_cached_segments_never_change_tokens(name: str, tmp_path: Path) -> None:
 
 
 def test_a_grown_conversation_tokenizes_only_what_is_new(tmp_path: Path) -> None:
-    tokenizer = LocalTokenizer.load(directory(tmp_path, family("byte-level-bpe"), chat_template=CHATML))
+    tokenizer = load(directory(tmp_path, family("byte-level-bpe"), chat_template=CHATML))
     messages = [user(f"message {number} of many") for number in range(50)]
     tokenizer.tokenize(request(messages=messages))
     before = tokenizer.misses
@@ -108,7 +113,7 @@ def test_a_grown_conversation_tokenizes_only_what_is_new(tmp_path: Path) -> None
 def test_a_tokenizer_that_cannot_be_proven_is_used_whole(tmp_path: Path) -> None:
     raw = json.loads(family("byte-level-bpe"))
     raw["added_tokens"].append({**raw["added_tokens"][0], "id": 905, "content": "only", "single_word": True})
-    tokenizer = LocalTokenizer.load(directory(tmp_path, json.dumps(raw)))
+    tokenizer = load(directory(tmp_path, json.dumps(raw)))
     assert "single word" in tokenizer.segments_off
     whole = Tokenizer.from_str(json.dumps(raw))
     text = "<|im_end|>only<|im_end|> only"
@@ -119,7 +124,7 @@ def test_a_tokenizer_that_cannot_be_proven_is_used_whole(tmp_path: Path) -> None
 def test_the_settings_decide_on_begin_and_end_tokens(tmp_path: Path) -> None:
     model = family("sentencepiece-bpe")
     bos, eos = (Tokenizer.from_str(model.decode()).token_to_id(text) for text in ("<s>", "</s>"))
-    plain = LocalTokenizer.load(directory(tmp_path, model, bos_token="<s>", eos_token="</s>"))
+    plain = load(directory(tmp_path, model, bos_token="<s>", eos_token="</s>"))
     text = plain.encode("Hello", add_special_tokens=False).tolist()
     assert plain.encode("Hello", add_special_tokens=True).tolist() == [bos, *text]
     for begin, end, expected in (
@@ -128,13 +133,13 @@ def test_the_settings_decide_on_begin_and_end_tokens(tmp_path: Path) -> None:
         (None, True, [*text, eos]),
     ):
         ends = {"add_bos_token": begin, "add_eos_token": end, "bos_token": {"content": "<s>"}, "eos_token": "</s>"}
-        configured = LocalTokenizer.load(directory(tmp_path, model, **ends))
+        configured = load(directory(tmp_path, model, **ends))
         assert configured.encode("Hello", add_special_tokens=True).tolist() == expected
         assert configured.encode("Hello", add_special_tokens=False).tolist() == text
 
 
 def test_texts_get_special_tokens_unless_told_otherwise_and_chats_only_if_told(tmp_path: Path) -> None:
-    tokenizer = LocalTokenizer.load(directory(tmp_path, family("sentencepiece-bpe"), chat_template=CHATML))
+    tokenizer = load(directory(tmp_path, family("sentencepiece-bpe"), chat_template=CHATML))
     bos = tokenizer.encode("", add_special_tokens=True)
 
     def ids(path: str, **body: Any) -> array[int]:
@@ -146,14 +151,14 @@ def test_texts_get_special_tokens_unless_told_otherwise_and_chats_only_if_told(t
 
 
 def test_several_prompts_leave_token_ids_alone(tmp_path: Path) -> None:
-    tokenizer = LocalTokenizer.load(directory(tmp_path, family("wordpiece")))
+    tokenizer = load(directory(tmp_path, family("wordpiece")))
     found = tokenizer.tokenize(request("/v1/completions", prompt=["a", [1, 2], "b"]))
     assert [each.token_ids for each in found] == [tokenizer.encode(text, add_special_tokens=True) for text in "ab"]
 
 
 def test_templates_are_found_where_models_keep_them(tmp_path: Path) -> None:
     def chat(**extra: Any) -> str:
-        tokenizer = LocalTokenizer.load(tmp_path, **template)
+        tokenizer = load(tmp_path, **template)
         ids = tokenizer.tokenize(request(messages=[user("x")], **extra))[0].token_ids
         return Tokenizer.from_file(str(tmp_path / "tokenizer.json")).decode(ids.tolist(), skip_special_tokens=False)
 
@@ -166,7 +171,7 @@ def test_templates_are_found_where_models_keep_them(tmp_path: Path) -> None:
     (tmp_path / "special_tokens_map.json").write_text('{"eos_token": {"content": "<|im_end|>"}}')
     assert chat() == "file <|im_end|>"
     (tmp_path / "other.jinja").write_text("other")
-    template = {"template": tmp_path / "other.jinja"}
+    template = {"chat_template": str(tmp_path / "other.jinja")}
     assert chat() == "other"
 
 
@@ -174,7 +179,54 @@ def test_models_that_engines_render_without_a_template_have_no_chats(tmp_path: P
     directory(tmp_path, family("byte-level-bpe"), chat_template=CHATML)
     (tmp_path / "config.json").write_text('{"model_type": "gpt_oss"}')
     with pytest.raises(UnsupportedRequestError, match="no chat template"):
-        LocalTokenizer.load(tmp_path).tokenize(request(messages=[user("x")]))
+        load(tmp_path).tokenize(request(messages=[user("x")]))
+
+
+def test_a_mistral_tokenizer_beside_its_converted_one_is_what_engines_use(tmp_path: Path) -> None:
+    directory(tmp_path, family("byte-level-bpe"), chat_template=CHATML)
+    (tmp_path / "tekken.json").write_text("{}")
+    with pytest.raises(UnsupportedRequestError, match="no chat template"):
+        load(tmp_path).tokenize(request(messages=[user("x")]))
+    (tmp_path / "own.jinja").write_text(CHATML)
+    assert load(tmp_path, chat_template=str(tmp_path / "own.jinja")).tokenize(request(messages=[user("x")]))
+
+
+def test_flags_of_the_engine_change_prompts(tmp_path: Path) -> None:
+    source = "{{ tools }} {{ mood }} {{ messages[0].content }}"
+    directory(tmp_path, family("byte-level-bpe"), chat_template=source)
+    tools = [{"type": "function", "function": {"name": "f"}}]
+
+    def chat(settings: dict[str, Any], **body: Any) -> str:
+        ids = load(tmp_path, **settings).tokenize(request(messages=[user("x")], **body))[0].token_ids
+        return Tokenizer.from_file(str(tmp_path / "tokenizer.json")).decode(ids.tolist())
+
+    assert chat({}) == "None  x"
+    assert chat({"chat_template_kwargs": {"mood": "calm"}}) == "None calm x"
+    assert chat({"chat_template_kwargs": {"mood": "calm"}}, chat_template_kwargs={"mood": "wild"}) == "None wild x"
+    assert chat({"content_format": ContentFormat.OPENAI}) == "None  [{'type': 'text', 'text': 'x'}]"
+    assert "'name': 'f'" in chat({}, tools=tools, tool_choice="none")
+    assert chat({"hide_tools": True}, tools=tools, tool_choice="none") == "None  x"
+    assert "'name': 'f'" in chat({"hide_tools": True}, tools=tools, tool_choice="auto")
+
+
+def test_chats_that_sglang_reads_its_own_way_are_left_to_it(tmp_path: Path) -> None:
+    tokenizer = load(directory(tmp_path, family("byte-level-bpe"), chat_template=CHATML), engine="sglang")
+    assert tokenizer.tokenize(request(messages=[user("x")]))
+    for body in (
+        request(messages=[user("x")], tools=[{"type": "function", "function": {"name": "f"}}]),
+        request(messages=[{"role": "user", "content": [{"type": "text", "text": "x"}]}]),
+    ):
+        with pytest.raises(UnsupportedRequestError, match="SGLang"):
+            tokenizer.tokenize(body)
+
+
+def test_a_plan_that_is_wrong_is_found_out_before_it_is_used() -> None:
+    whole = Tokenizer.from_str(family("unigram-first").decode())
+    wrong = SegmentPlan(cuts=frozenset({"<|im_end|>"}))
+    tokenizer = LocalTokenizer(whole, {}, wrong, LocalSettings(""))
+    assert tokenizer.segments_off.startswith("self-check")
+    text = "Hello<|im_end|>Hello"
+    assert tokenizer.encode(text, add_special_tokens=False).tolist() == whole.encode(text, add_special_tokens=False).ids
 
 
 @pytest.mark.parametrize(
@@ -197,13 +249,13 @@ def test_files_that_cannot_be_used_are_named(files: dict[str, str], message: str
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     with pytest.raises(TokenizerFilesError, match=message):
-        LocalTokenizer.load(tmp_path)
+        load(tmp_path)
 
 
 def test_a_template_that_is_not_there_is_no_default(tmp_path: Path) -> None:
     directory(tmp_path, family("byte-level-bpe"), chat_template=CHATML)
     with pytest.raises(TokenizerFilesError, match="correct the path"):
-        LocalTokenizer.load(tmp_path, template=tmp_path / "typo.jinja")
+        load(tmp_path, chat_template=str(tmp_path / "typo.jinja"))
 
 
 class Held(LocalTokenizer):
@@ -217,7 +269,7 @@ class Held(LocalTokenizer):
 
 
 async def test_requests_that_wait_too_long_or_are_too_many_end_with_a_reason(tmp_path: Path) -> None:
-    tokenizer = Held.load(directory(tmp_path, family("byte-level-bpe"), chat_template=CHATML))
+    tokenizer = Held.load(LocalSettings(str(directory(tmp_path, family("byte-level-bpe"), chat_template=CHATML))))
     assert isinstance(tokenizer, Held)
     tokenizer.let_go = threading.Event()
     local = Local(tokenizer, threads=1, max_waiting=1)
@@ -244,7 +296,7 @@ async def test_requests_that_wait_too_long_or_are_too_many_end_with_a_reason(tmp
 
 
 async def test_what_the_tokenizer_cannot_do_is_unsupported(tmp_path: Path) -> None:
-    local = Local(LocalTokenizer.load(directory(tmp_path, family("byte-level-bpe"))))
+    local = Local(load(directory(tmp_path, family("byte-level-bpe"))))
     for body in (request(messages=[user("x")]), request("/v1/completions", prompt="a", truncate_prompt_tokens=5)):
         with pytest.raises(StepError) as caught:
             await local.tokenize(body, TINY, 5)

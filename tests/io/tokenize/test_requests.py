@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from picker.core.tokens.conversation import UnsupportedRequestError
-from picker.core.tokens.prompt import EngineRequest, MultiModalItem, read_engine_request
+from picker.core.tokens.prompt import EngineRequest, MultiModalItem, UnsupportedRequestError, read_engine_request
 from picker.io.tokenize.requests import ReplyError, read_rendered, read_tokenized, render_body, tokenize_bodies
 from picker.io.tokenize.step import Tokens
 

@@ -11,8 +11,8 @@ from typing import Any
 import jinja2
 import pytest
 
-from picker.core.tokens.conversation import Chat, ContentFormat, UnsupportedRequestError, read_chat
-from picker.core.tokens.prompt import EngineRequest, read_engine_request
+from picker.core.tokens.conversation import Chat, ContentFormat, read_chat
+from picker.core.tokens.prompt import EngineRequest, UnsupportedRequestError, read_engine_request
 from picker.io.tokenize import templates
 from picker.io.tokenize.templates import ChatTemplate
 
