@@ -124,17 +124,20 @@ class Cutter:
 
     def __init__(self, cuts: Mapping[str, int]) -> None:
         self._ids = dict(cuts)
-        self._split = re.compile(f"({_pattern(cuts)})").split
+        self._find = re.compile(_pattern(cuts)).finditer
 
     def cut(self, prompt: str) -> list[str | int]:
         """Return the prompt's pieces in order: texts that are not empty, and ids of added tokens."""
-        parts = self._split(prompt)
         pieces: list[str | int] = []
-        for text, token in zip(parts[::2], [*parts[1::2], None], strict=True):
-            if text:
-                pieces.append(text)
-            if token is not None:
-                pieces.append(self._ids[token])
+        ids, at = self._ids, 0
+        for match in self._find(prompt):
+            start, end = match.span()
+            if start > at:
+                pieces.append(prompt[at:start])
+            pieces.append(ids[match.group()])
+            at = end
+        if at < len(prompt):
+            pieces.append(prompt[at:])
         return pieces
 
 

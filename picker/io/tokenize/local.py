@@ -30,7 +30,7 @@ from picker.core.tokens.prompt import EngineRequest, Served, UnsupportedRequestE
 from picker.core.tokens.segments import Cutter, SegmentPlan, plan_segments
 from picker.io.tokenize.self_check import adversarial_prompts, first_difference
 from picker.io.tokenize.step import Outcome, StepError, Tokens
-from picker.io.tokenize.templates import ChatTemplate
+from picker.io.tokenize.templates import MAX_CHARACTERS, ChatTemplate
 
 logger = structlog.get_logger(__name__)
 
@@ -135,7 +135,9 @@ class LocalTokenizer:
         return ids
 
     def encode(self, text: str, *, add_special_tokens: bool) -> array[int]:
-        """Return the token ids of a text."""
+        """Return the token ids of a text. Raises UnsupportedRequestError when it is too long."""
+        if len(text) > MAX_CHARACTERS:
+            raise UnsupportedRequestError(f"the prompt has more than {MAX_CHARACTERS} characters")
         if self._cutter is None or (add_special_tokens and self._ends is None):
             return array("I", self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
         pieces = self._cutter.cut(text)
@@ -146,23 +148,27 @@ class LocalTokenizer:
 
     def _join(self, pieces: list[str | int]) -> array[int]:
         """Put a prompt's tokens together; only texts that were never seen are tokenized, and not under the lock."""
-        parts: list[array[int] | None] = []
+        keys = [(index == 0, piece) for index, piece in enumerate(pieces) if isinstance(piece, str)]
         with self._lock:
-            for index, piece in enumerate(pieces):
-                parts.append(array("I", (piece,)) if isinstance(piece, int) else self.segments.get((index == 0, piece)))
-        missing = [index for index, part in enumerate(parts) if part is None]
+            found = [self.segments.get(key) for key in keys]
+        missing = [index for index, tokens in enumerate(found) if tokens is None]
         for index in missing:
-            text = pieces[index]
-            assert isinstance(text, str)  # noqa: S101  ids are never missing
-            parts[index] = array("I", self._ids(self._later if index else self._tokenizer, text))
+            first, text = keys[index]
+            found[index] = array("I", self._ids(self._tokenizer if first else self._later, text))
         with self._lock:
-            self.hits += len(pieces) - len(missing)
+            self.hits += len(keys) - len(missing)
             self.misses += len(missing)
             for index in missing:
-                text, part = pieces[index], parts[index]
-                assert isinstance(text, str) and part is not None  # noqa: S101, PT018
-                self.segments.put((index == 0, text), part, _ENTRY_BYTES + 4 * len(text) + 4 * len(part))
-        return array("I", b"".join(part for part in parts if part is not None))
+                if (tokens := found[index]) is not None:
+                    size = _ENTRY_BYTES + 4 * len(keys[index][1]) + 4 * len(tokens)
+                    self.segments.put(keys[index], tokens, size)
+        joined, texts = array("I"), iter(found)
+        for piece in pieces:
+            if isinstance(piece, int):
+                joined.append(piece)
+            elif (tokens := next(texts)) is not None:
+                joined.extend(tokens)
+        return joined
 
     def tokenize(self, request: EngineRequest) -> list[Tokens]:
         """Return the tokens of a request's texts, or of its conversation. Raises UnsupportedRequestError."""

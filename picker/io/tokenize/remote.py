@@ -113,14 +113,16 @@ class Remote:
     async def tokenize(self, request: EngineRequest, served: Served, seconds: float) -> list[Tokens]:
         """See `Step`. An adapter's prompt is tokenized under the base model's name, which every target knows."""
         deadline = time.monotonic() + seconds
-        last = StepError(Outcome.DISABLED, "no target is ready, or all were given up for a while")
         candidates = self._candidates(deadline - seconds)
+        last = StepError(Outcome.DISABLED, "no target is ready, or all were given up for a while")
         for index, target in enumerate(candidates):
             now = time.monotonic()
+            share = (deadline - now) / (len(candidates) - index)
+            if share <= 0:
+                break
             if not self._breaker(target).ready(now):
                 continue
             try:
-                share = (deadline - now) / (len(candidates) - index)
                 return await self._ask(target, request, target.model or served.model, share)
             except _AttemptError as error:
                 last = StepError(error.outcome, f"{target.url}: {error}")

@@ -22,8 +22,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from picker.core.tokens.conversation import Chat, ContentFormat, conversation
 from picker.core.tokens.prompt import UnsupportedRequestError
 
-MAX_RENDERED = 16 * 1024 * 1024
-"""Characters; a prompt of a million tokens has some four million."""
+MAX_CHARACTERS = 8_000_000
+"""The longest prompt; one of a million tokens has some four million characters."""
 
 _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
 """Marks where the final message ends; that of `transformers`, as templates may trim its blank or not."""
@@ -110,8 +110,8 @@ def _bounded(pieces: Iterable[str], seconds: float) -> Iterator[str]:
     deadline, size = time.monotonic() + seconds, 0
     for piece in pieces:
         size += len(piece)
-        if size > MAX_RENDERED:
-            raise UnsupportedRequestError(f"the chat template renders more than {MAX_RENDERED} characters")
+        if size > MAX_CHARACTERS:
+            raise UnsupportedRequestError(f"the chat template renders more than {MAX_CHARACTERS} characters")
         if time.monotonic() > deadline:
             raise UnsupportedRequestError(f"the chat template renders for more than {seconds} s")
         yield piece

@@ -8,7 +8,9 @@ import json
 import threading
 from array import array
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from picker.core.tokens.conversation import ContentFormat
 from picker.core.tokens.prompt import EngineRequest, Served, UnsupportedRequestError, read_engine_request
 from picker.core.tokens.segments import SegmentPlan
 from picker.io.tokenize.local import Local, LocalSettings, LocalTokenizer, TokenizerFilesError
+from picker.io.tokenize.self_check import adversarial_prompts
 from picker.io.tokenize.step import Outcome, StepError, Tokens
 
 DATA = Path(__file__).parents[2] / "data"
@@ -99,6 +102,28 @@ def test_cached_segments_never_change_tokens(name: str, tmp_path: Path) -> None:
     check()
     assert tokenizer.hits > 0
     assert tokenizer.segments.bytes <= 20_000
+
+
+def test_threads_share_a_small_cache_and_change_no_tokens(tmp_path: Path) -> None:
+    tokenizer = load(directory(tmp_path, family("unigram-first")), cache_bytes=3_000)
+    whole = Tokenizer.from_str(family("unigram-first").decode())
+    prompts = list(adversarial_prompts(["<|im_start|>", "<|im_end|>"], Random(3), 200))
+    expected = [whole.encode(prompt, add_special_tokens=False).ids for prompt in prompts]
+
+    def run(_: int) -> list[list[int]]:
+        return [tokenizer.encode(prompt, add_special_tokens=False).tolist() for prompt in prompts]
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(found == expected for found in threads.map(run, range(8)))
+    assert tokenizer.segments.evictions > 0
+    assert tokenizer.segments.bytes <= 3_000
+
+
+def test_a_prompt_that_no_engine_takes_is_not_tokenized(tmp_path: Path) -> None:
+    tokenizer = load(directory(tmp_path, family("byte-level-bpe"), chat_template=CHATML))
+    for body in (request("/v1/completions", prompt="x" * 8_000_001), request(messages=[user("x" * 8_000_001)])):
+        with pytest.raises(UnsupportedRequestError, match="more than 8000000 characters"):
+            tokenizer.tokenize(body)
 
 
 def test_a_grown_conversation_tokenizes_only_what_is_new(tmp_path: Path) -> None:

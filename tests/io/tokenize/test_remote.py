@@ -152,7 +152,7 @@ async def test_every_failure_has_its_outcome_and_the_next_target_is_asked(
     bad, good = await serve(handler), await serve(fine)
     assert await outcome([bad.target], seconds=0.3) is expected
     assert len(bad.asked) == 1
-    both = await outcome([bad.target, good.target], seconds=0.6)
+    both = await outcome([bad.target, good.target], seconds=2)
     if expected is Outcome.UNSUPPORTED:
         assert (both, len(good.asked)) == (Outcome.UNSUPPORTED, 0)
     else:
@@ -219,8 +219,8 @@ async def test_a_renderer_gets_every_api_at_its_own_path(path: str, body: dict[s
 async def test_an_attempt_gets_its_share_of_the_time(serve: Serve) -> None:
     slow, good = await serve(hang), await serve(fine)
     async with Remote(Remotely.ENGINE, lambda: [slow.target, good.target]) as step:
-        async with asyncio.timeout(1):
-            assert await asked(step, 0.2) is Outcome.OK
+        async with asyncio.timeout(5):
+            assert await asked(step, 1) is Outcome.OK
         assert step.attempts == {"timeout": 1, "ok": 1}
 
 

@@ -97,7 +97,7 @@ def test_a_template_is_stopped_when_it_renders_for_too_long_or_too_much(monkeypa
     endless = ChatTemplate("{% for i in range(90000) %}{% for i in range(90000) %}x{% endfor %}{% endfor %}", {})
     with pytest.raises(UnsupportedRequestError, match="for more than"):
         endless.render(HELLO, 0.02)
-    monkeypatch.setattr(templates, "MAX_RENDERED", 100)
+    monkeypatch.setattr(templates, "MAX_CHARACTERS", 100)
     with pytest.raises(UnsupportedRequestError, match="more than 100 characters"):
         endless.render(HELLO, 5)
 
