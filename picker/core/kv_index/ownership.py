@@ -120,6 +120,10 @@ class Ownership:
         holdings = self._models.get(model)
         return iter(()) if holdings is None else iter(holdings.items())
 
+    def engine_hashes(self) -> list[int]:
+        """Return the engine's names of all blocks that are there."""
+        return list({name: None for blocks in self._ranks.values() for name in blocks.live})
+
     def standard_hash(self, engine_hash: int) -> int | None:
         """Return the standardized hash of an engine's block that is there, None if it is not or has none."""
         for blocks in self._ranks.values():
