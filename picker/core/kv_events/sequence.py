@@ -73,7 +73,7 @@ class SequenceLimits(Struct, frozen=True):
 
 
 class _Replay:
-    __slots__ = ("advanced", "expected", "healing", "idle_at", "number", "started")
+    __slots__ = ("advanced", "damaged", "expected", "healing", "idle_at", "number", "started")
 
     def __init__(self, number: int, expected: frozenset[int], idle_at: float, *, healing: bool) -> None:
         self.number = number
@@ -84,6 +84,7 @@ class _Replay:
         """It is asked from 0, to begin anew if it reaches further back than `first`."""
         self.started = False
         self.advanced = False
+        self.damaged = False
 
 
 class SequenceTracker:
@@ -115,7 +116,7 @@ class SequenceTracker:
         self._replays = 0
         self._give_up_at = inf
         self._retains: bool | None = None  # whether the publisher keeps batches for replay; None: not seen yet
-        self._failed = False  # nobody answered a replay that may have brought what is missing
+        self._failed = False  # what is missing may still be had by a replay from 0
         self._retry_at = -inf
         self._retry = self._limits.retry
         self._out: list[Action] = []
@@ -151,8 +152,8 @@ class SequenceTracker:
             return ()
         self._connected = True
         self._heard = now
+        self._held.clear()
         if self._replayable:
-            self._held.clear()
             self._trusted = False
             if self._is_empty():
                 self.first = None
@@ -211,7 +212,7 @@ class SequenceTracker:
             self._begin(sequence)
         if sequence == self.last + 1:
             replay.advanced = True
-            self._take(sequence, payload, now)
+            self._take(replay, sequence, payload)
         return self._settle(now)
 
     def replay_ended(self, number: int, now: float) -> Sequence[Action]:
@@ -221,8 +222,10 @@ class SequenceTracker:
             return ()
         self._end_replay()
         if replay.started:
-            self._failed = False
-            self._retry = self._limits.retry
+            if replay.damaged:
+                self._back_off(now)
+            else:
+                self._retry = self._limits.retry
             self._drop_phantoms(replay)
         else:
             self._nothing_replayed(replay, now)
@@ -246,6 +249,7 @@ class SequenceTracker:
         """Find the position by the first frame of a reply. Returns whether the rest of it is wanted."""
         if self.first is None:
             self._begin(sequence)
+            self._failed = False
         elif replay.healing:
             self._failed = False
             if sequence >= self.first:
@@ -259,6 +263,7 @@ class SequenceTracker:
             self._trust()
         elif sequence > self.last + 1 or not self._is_empty():
             self._begin(sequence)
+            self._failed = False
         return True
 
     def _nothing_replayed(self, replay: _Replay, now: float) -> None:
@@ -335,7 +340,7 @@ class SequenceTracker:
         self.last = sequence
         self._fresh = False
 
-    def _take(self, sequence: int, payload: bytes, now: float) -> None:
+    def _take(self, replay: _Replay, sequence: int, payload: bytes) -> None:
         """Deliver the next frame of a replay; where it is damaged, the live copy, or else begin anew behind it."""
         held = self._held.get(sequence)
         self._held.remove(sequence)
@@ -346,7 +351,7 @@ class SequenceTracker:
             self._deliver(sequence, payload, batch)
         else:
             self._begin(sequence + 1)
-            self._retry_at = now + self._limits.retry  # the next may be no better
+            replay.damaged = True
 
     def _is_known(self, sequence: int, payload: bytes) -> bool:
         """Whether this very frame was delivered."""
@@ -411,24 +416,25 @@ class SequenceTracker:
         self._out.append(EndReplay())
 
     def _give_up(self, now: float) -> None:
-        failed = self._replay is not None
-        if failed:
+        if self._replay is not None:
             self._end_replay()
-            self._retry_at = now + self._retry
-            self._retry = min(2 * self._retry, self._limits.retry_most)
+            self._back_off(now)
         self._go_on()
-        self._failed = (failed or self._failed) and self.first != 0
         self._give_up_at = inf
+
+    def _back_off(self, now: float) -> None:
+        self._retry_at = now + self._retry
+        self._retry = min(2 * self._retry, self._limits.retry_most)
 
     def _go_on(self) -> None:
         """Go on with the newest unbroken run of what is held; what comes before it would be forgotten anyway."""
         if not self._trusted and self.first is not None:
             self._lose()
-        if not self._held or self._is_next_held():
-            return
-        start = self._held.newest_run()
-        self._held.remove_where(lambda sequence: sequence < start)
-        self._begin(start)
+        if self._held and not self._is_next_held():
+            start = self._held.newest_run()
+            self._held.remove_where(lambda sequence: sequence < start)
+            self._begin(start)
+        self._failed = self._replayable and self._retains is not False and self.first != 0
 
     def _settle(self, now: float) -> Sequence[Action]:
         """Deliver what can be, see whether something is missing or the waiting is over, and return what to do."""

@@ -7,10 +7,12 @@ published.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,8 +24,11 @@ from picker.core.kv_events.sequence_actions import (
     Begin,
     Deliver,
     Drop,
+    Dropped,
     EndReplay,
+    Gap,
     Restarted,
+    Resynchronised,
 )
 
 LIMITS = SequenceLimits()
@@ -31,7 +36,7 @@ LIMITS = SequenceLimits()
 
 def decode(payload: bytes) -> EventBatch:
     try:
-        return EventBatch(float(payload.split()[0]), ())
+        return EventBatch(float(payload), ())
     except ValueError:
         raise UndecodableBatchError("damaged") from None
 
@@ -158,18 +163,19 @@ class World:
     def quieten(self) -> None:
         """Let the world heal: a working link, every replay served, and time for all timers."""
         self.connect()
-        for _ in range(40):
+        for _ in range(150):
             while self.live or self.request or self.reply:
                 while self.live:
                     self.arrive()
                 self.serve()
                 self.reply_arrives()
-            self.pass_time(10.0)
+            self.pass_time(1.0)
 
 
 OPERATIONS = (
-    *("publish", "arrive", "serve", "reply"),
-    *("lose", "repeat", "damage", "swap", "restart", "disconnect", "connect", "wait", "lose reply", "damage reply"),
+    *("publish", "arrive", "replay") * 3,
+    *("serve", "reply", "connect") * 2,
+    *("lose", "repeat", "damage", "swap", "restart", "blink", "disconnect", "wait", "lose reply", "damage reply"),
 )
 
 
@@ -188,6 +194,10 @@ def run(world: World, operations: list[tuple[str, int]]) -> None:
             case "reply":
                 for _ in range(number % 6 + 1):
                     world.reply_arrives()
+            case "replay":
+                world.serve()
+                while world.reply:
+                    world.reply_arrives()
             case "lose" if live:
                 live.pop(number % len(live))
             case "repeat" if live:
@@ -197,9 +207,14 @@ def run(world: World, operations: list[tuple[str, int]]) -> None:
                 live[index] = (live[index][0], b"x")
             case "swap":
                 world.arrive(number)
-            case "restart":
+            case "restart" | "blink":
                 world.disconnect()
-                world.publisher.restart()
+                if name == "restart":
+                    world.publisher.restart()
+                for _ in range(number % 8):
+                    world.publish()
+                if number % 3:
+                    world.connect()
             case "disconnect":
                 world.disconnect()
             case "connect":
@@ -253,3 +268,144 @@ def test_what_is_held_back_is_bounded(operations: list[tuple[str, int]]) -> None
     run(world, operations)
     world.quieten()
     assert world.tracker.last == len(world.publisher.published) - 1
+
+
+def synchronised(*, buffer: int | None = 1000, published: int = 0, limits: SequenceLimits = LIMITS) -> World:
+    """A world where all is well, after so many batches."""
+    world = World(buffer=buffer, limits=limits)
+    for _ in range(published):
+        world.publish()
+    world.connect()
+    run(world, [("replay", 0)])
+    assert not world.tracker.filling
+    return world
+
+
+@pytest.mark.parametrize("meanwhile", [0, 1, 2, 3, 4, 8])
+def test_an_engine_that_restarted_behind_a_broken_connection_is_recognised(meanwhile: int) -> None:
+    """The fifth batch of the new engine is not the fifth of the old one, although the number fits."""
+    world = synchronised(published=3)
+    world.disconnect()
+    world.publisher.restart()
+    for _ in range(meanwhile):
+        world.publish()
+    world.connect()
+    assert world.request == AskReplay(2, 2)
+    run(world, [("replay", 0), ("replay", 0)])
+    assert world.counts[Restarted] == 1
+    assert len(world.applied) == meanwhile
+    assert world.tracker.complete
+
+
+def test_an_engine_that_lived_through_a_broken_connection_keeps_its_blocks() -> None:
+    world = synchronised(published=3)
+    world.disconnect()
+    world.publish()
+    world.connect()
+    assert world.request == AskReplay(2, 2)
+    run(world, [("replay", 0)])
+    assert world.counts == {AskReplay: 2, EndReplay: 2, Deliver: 4, Resynchronised: 2}
+
+
+def test_a_gap_is_filled_from_the_last_batch_on_and_what_is_live_waits() -> None:
+    world = synchronised(published=3)
+    world.publisher.publish()
+    world.publish()
+    world.arrive()
+    assert world.request == AskReplay(2, 2)
+    assert len(world.applied) == 3
+    run(world, [("replay", 0)])
+    assert len(world.applied) == 5
+    assert world.counts[Gap] == 1
+    assert world.counts.get(Begin) is None
+
+
+def test_the_same_frame_again_is_a_duplicate_and_another_one_of_that_number_a_restart() -> None:
+    world = synchronised()
+    for _ in range(3):
+        world.publish()
+        world.arrive()
+    world.do(world.tracker.received(1, world.publisher.published[1], world.now))
+    assert world.counts[Dropped.DUPLICATE] == 1
+    world.publisher.restart()
+    world.publish()
+    world.arrive()
+    assert world.counts[Restarted] == 1
+    assert world.request is not None
+    assert world.request.start == 0
+
+
+def test_a_replay_nobody_waits_for_any_more_changes_nothing() -> None:
+    world = synchronised(published=3)
+    before = world.tracker.last
+    assert world.tracker.replayed(1, 7, b"7", world.now) == ()
+    assert world.tracker.replay_ended(1, world.now) == ()
+    assert world.tracker.last == before
+
+
+def test_a_silent_publisher_is_asked_and_a_lost_last_frame_comes_back() -> None:
+    world = synchronised(published=1)
+    world.publisher.publish()  # lost
+    world.pass_time(LIMITS.quiet - 0.1)
+    assert world.request is None
+    world.pass_time(0.2)
+    assert world.request == AskReplay(2, 0)
+    run(world, [("replay", 0)])
+    assert len(world.applied) == 2
+
+
+def test_a_failing_replay_is_asked_less_and_less_often() -> None:
+    world = World(buffer=1000)
+    world.publish()
+    world.connect()
+    asked = []
+    for _ in range(400):
+        if world.request is not None:
+            asked.append(world.now)
+            world.request = None
+        world.pass_time(1.0)
+    pauses = [later - earlier for earlier, later in itertools.pairwise(asked)]
+    assert pauses == pytest.approx([7, 12, 22, 42, 62, 62, 62, 62, 62], abs=1.1)
+
+
+def test_a_publisher_whose_frames_never_decode_is_not_asked_for_each_of_them() -> None:
+    world = synchronised()
+    for sequence in range(100):
+        world.now += 0.01
+        world.do(world.tracker.received(sequence, b"x", world.now))
+        if world.request is not None:
+            number = world.request.number
+            for damaged in range(sequence + 1):
+                world.do(world.tracker.replayed(number, damaged, b"x", world.now))
+            world.do(world.tracker.replay_ended(number, world.now))
+    assert world.counts[AskReplay] < 5
+    assert world.applied == []
+    assert not world.tracker.complete
+
+
+def test_much_that_was_held_back_is_delivered_in_slices() -> None:
+    world = synchronised(published=1)
+    payloads = [b"%d" % number + b" " * 1000 for number in range(2, 502)]
+    world.publisher.published += [b"1", *payloads]
+    for sequence, payload in enumerate(payloads, 2):
+        world.do(world.tracker.received(sequence, payload, world.now))
+    assert world.request is not None
+    number = world.request.number
+    world.do(world.tracker.replayed(number, 0, world.publisher.published[0], world.now))
+    world.do(world.tracker.replayed(number, 1, b"1", world.now))
+    steps = 0
+    while world.tracker.filling:
+        before = len(world.applied)
+        assert world.tracker.deadline <= world.now
+        world.do(world.tracker.tick(world.now))
+        assert len(world.applied) - before <= 33
+        steps += 1
+    assert steps >= 14
+    assert len(world.applied) == 502
+
+
+def test_frames_without_numbers_are_delivered_and_make_no_claim() -> None:
+    world = synchronised()
+    assert world.tracker.complete
+    assert world.tracker.received(None, b"5", world.now) == [Deliver(None, EventBatch(5.0, ()))]
+    assert not world.tracker.complete
