@@ -1,7 +1,6 @@
 """Tokenizing in this process, from a Hugging Face tokenizer's directory.
 
-Read from it: `tokenizer.json`; `tokenizer_config.json` for the special tokens, `add_bos_token`, `add_eos_token` and
-`chat_template`; `special_tokens_map.json`; `chat_template.jinja`, which goes before the former; `config.json` and
+Read from it: `tokenizer.json`; `tokenizer_config.json` for the special tokens and `chat_template`; `special_tokens_map.json`; `chat_template.jinja`, which goes before the former; `config.json` and
 `tekken.json` for models that engines render without a template.
 """
 
@@ -22,7 +21,6 @@ import structlog
 from msgspec import Struct
 from msgspec.structs import replace
 from tokenizers import Tokenizer
-from tokenizers.processors import TemplateProcessing
 
 from picker.core.tokens.conversation import Chat, ContentFormat, read_chat
 from picker.core.tokens.lru import ByteLru
@@ -70,7 +68,8 @@ class TokenizerFilesError(ValueError):
 class LocalTokenizer:
     """One tokenizer with its chat template. May be used by several threads at once.
 
-    `segments_off` says why segments are not cached for it; it is empty when they are.
+    `segments_off` says why segments are not cached for it, `ends_disputed` why it is not known which special tokens
+    engines put around a text; they are empty when they are, and when it is.
     """
 
     def __init__(
@@ -90,6 +89,7 @@ class LocalTokenizer:
         self._cutter: Cutter | None = None
         self._ends = _ends(tokenizer)
         self._later = tokenizer if plan.later is None else _prepared(json.dumps(plan.later))
+        self.ends_disputed = ""
         self.segments_off = plan.unsafe
         if not self.segments_off:
             self._check(plan)
@@ -109,11 +109,12 @@ class LocalTokenizer:
         except Exception as error:  # the library raises nothing more special
             raise TokenizerFilesError(f"{path}: {error}") from error
         _require_tokens(directory, config, tokenizer)
-        _add_ends(tokenizer, config)
         if config.get("split_special_tokens"):
             tokenizer.encode_special_tokens = True
             plan = SegmentPlan(unsafe="special tokens are split like text")
-        return cls(tokenizer, _templates(directory, config, settings), plan, settings)
+        local = cls(tokenizer, _templates(directory, config, settings), plan, settings)
+        local.ends_disputed = _disputed_ends(tokenizer, config)
+        return local
 
     def _check(self, plan: SegmentPlan) -> None:
         cutter = Cutter({text: i for text in plan.cuts if (i := self._tokenizer.token_to_id(text)) is not None})
@@ -138,6 +139,8 @@ class LocalTokenizer:
         """Return the token ids of a text. Raises UnsupportedRequestError when it is too long."""
         if len(text) > MAX_CHARACTERS:
             raise UnsupportedRequestError(f"the prompt has more than {MAX_CHARACTERS} characters")
+        if add_special_tokens and self.ends_disputed:
+            raise UnsupportedRequestError(self.ends_disputed)
         if self._cutter is None or (add_special_tokens and self._ends is None):
             return array("I", self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
         pieces = self._cutter.cut(text)
@@ -296,17 +299,17 @@ def _require_tokens(directory: Path, settings: Mapping[str, Any], tokenizer: Tok
             )
 
 
-def _add_ends(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> None:
-    """Let the settings decide on begin and end tokens where they speak of them, as `transformers` does."""
-    if "add_bos_token" not in settings and "add_eos_token" not in settings:
-        return
-    bos, eos = (
-        _text(settings.get(f"{end}_token")) if settings.get(f"add_{end}_token") else None for end in ("bos", "eos")
-    )
-    tokenizer.post_processor = TemplateProcessing(
-        single=" ".join([*([bos] if bos else []), "$A", *([eos] if eos else [])]),
-        special_tokens=[(text, tokenizer.token_to_id(text)) for text in (bos, eos) if text],
-    )
+def _disputed_ends(tokenizer: Tokenizer, config: Mapping[str, Any]) -> str:
+    """Say where tokenizer.json and the settings disagree on begin and end tokens.
+
+    `transformers` 4 obeys the settings for some classes of tokenizers, 5 obeys tokenizer.json.
+    """
+    added = tokenizer.encode("", add_special_tokens=True).ids
+    for end in ("bos", "eos"):
+        wanted, text = config.get(f"add_{end}_token"), _text(config.get(f"{end}_token"))
+        if isinstance(wanted, bool) and text and (tokenizer.token_to_id(text) in added) != wanted:
+            return f"add_{end}_token is {wanted}, but tokenizer.json does otherwise: releases of transformers differ"
+    return ""
 
 
 def _ends(tokenizer: Tokenizer) -> tuple[array[int], array[int]] | None:

@@ -146,21 +146,28 @@ def test_a_tokenizer_that_cannot_be_proven_is_used_whole(tmp_path: Path) -> None
     assert (tokenizer.hits, tokenizer.misses) == (0, 0)
 
 
-def test_the_settings_decide_on_begin_and_end_tokens(tmp_path: Path) -> None:
-    model = family("sentencepiece-bpe")
-    bos, eos = (Tokenizer.from_str(model.decode()).token_to_id(text) for text in ("<s>", "</s>"))
-    plain = load(directory(tmp_path, model, bos_token="<s>", eos_token="</s>"))
-    text = plain.encode("Hello", add_special_tokens=False).tolist()
-    assert plain.encode("Hello", add_special_tokens=True).tolist() == [bos, *text]
-    for begin, end, expected in (
-        (False, False, text),
-        (True, True, [bos, *text, eos]),
-        (None, True, [*text, eos]),
-    ):
-        ends = {"add_bos_token": begin, "add_eos_token": end, "bos_token": {"content": "<s>"}, "eos_token": "</s>"}
-        configured = load(directory(tmp_path, model, **ends))
-        assert configured.encode("Hello", add_special_tokens=True).tolist() == expected
-        assert configured.encode("Hello", add_special_tokens=False).tolist() == text
+@pytest.mark.parametrize(
+    ("ends", "known"),
+    [
+        ({}, True),
+        ({"add_bos_token": True, "add_eos_token": False}, True),
+        ({"add_bos_token": False}, False),
+        ({"add_bos_token": True, "add_eos_token": True}, False),
+    ],
+)
+def test_special_tokens_are_not_guessed_where_releases_of_transformers_differ(
+    ends: dict[str, bool], known: bool, tmp_path: Path
+) -> None:
+    config = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", **ends}
+    tokenizer = load(directory(tmp_path, family("sentencepiece-bpe"), chat_template=CHATML, **config))
+    bos = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).token_to_id("<s>")
+    text = tokenizer.encode("Hello", add_special_tokens=False).tolist()
+    if known:
+        assert tokenizer.encode("Hello", add_special_tokens=True).tolist() == [bos, *text]
+    else:
+        with pytest.raises(UnsupportedRequestError, match="releases of transformers differ"):
+            tokenizer.encode("Hello", add_special_tokens=True)
+    assert tokenizer.tokenize(request(messages=[user("x")]))
 
 
 def test_texts_get_special_tokens_unless_told_otherwise_and_chats_only_if_told(tmp_path: Path) -> None:
