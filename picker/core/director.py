@@ -6,13 +6,14 @@ I/O; clock and randomness come in with the calls.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from typing import Any
 
 from picker.core.endpoints import Endpoint, EndpointTable
 from picker.core.exchange.effects import BodyState, Decide, Finish
 from picker.core.headers import REQUEST_ID
 from picker.core.prompts import Prompt, Unused, parse
-from picker.core.scheduling.api import Learning, Request, Rng, Timer
+from picker.core.scheduling.api import Learning, Preparation, Request, Rng, Timer
 from picker.core.scheduling.decision import Decision
 from picker.core.scheduling.scheduler import Scheduler
 
@@ -32,25 +33,46 @@ class Director:
         self.scheduler = scheduler
         self.table = table
         self.fallbacks = fallbacks
+        self.preparation: Preparation | None = None
+        """Set while a producer in force needs one."""
+        self.decision_seconds = 0.1
         self._rng = rng
         self._timer = timer
         self.in_flight = 0
         self._forgotten: dict[int, int] = {}
         self._forgets = 0
 
-    def decide(self, asked: Decide, fallbacks: int | None = None) -> Decision:
-        """Decide without any side effect. `fallbacks` limits those of the configuration."""
+    def read(self, asked: Decide) -> Request:
+        """Parse what was asked for into what a decision knows."""
         started = self._timer()
-        return self._decide(self.scheduler, read_request(asked), asked, fallbacks, started)
+        headers = asked.headers
+        path = headers.get(":path", b"").decode("latin-1")
+        unused = _UNUSED.get(asked.body_state)
+        prompt = (
+            Prompt(unused=unused)
+            if unused
+            else parse(path, asked.body, content_encoding=headers.get("content-encoding", b""))
+        )
+        request_id = headers.get(REQUEST_ID, b"").decode("latin-1")
+        return Request(request_id, path, prompt, started=started, parsed=self._timer())
+
+    def prepare(self, asked: Decide, request: Request) -> Awaitable[Mapping[str, Any]] | None:
+        """Return what will give `Request.prepared` within `decision_seconds`; None when there is nothing to wait for."""
+        if self.preparation is None or request.prompt.unused is not None:
+            return None
+        return self.preparation.begin(asked, request, self.decision_seconds)
+
+    def decide(self, asked: Decide, fallbacks: int | None = None, request: Request | None = None) -> Decision:
+        """Decide without any side effect. `fallbacks` limits those of the configuration; `request` was read before."""
+        return self._decide(self.scheduler, self.read(asked) if request is None else request, asked, fallbacks)
 
     def decide_plainly(self, asked: Decide, fallbacks: int | None = None) -> Decision:
         """Decide by in-flight counts alone, without reading the prompt or asking any plugin."""
-        request = Request("", "", Prompt(unused=Unused.FAILED))
-        return self._decide(_PLAIN, request, asked, fallbacks, self._timer())
+        now = self._timer()
+        request = Request("", "", Prompt(unused=Unused.FAILED), started=now, parsed=now)
+        return self._decide(_PLAIN, request, asked, fallbacks)
 
-    def _decide(
-        self, scheduler: Scheduler, request: Request, asked: Decide, fallbacks: int | None, started: int
-    ) -> Decision:
+    def _decide(self, scheduler: Scheduler, request: Request, asked: Decide, fallbacks: int | None) -> Decision:
         most = self.fallbacks if fallbacks is None else min(fallbacks, self.fallbacks)
         return scheduler.decide(
             request,
@@ -59,7 +81,6 @@ class Director:
             fallbacks=most,
             rng=self._rng,
             timer=self._timer,
-            started=started,
         )
 
     def route(self, decision: Decision) -> Ticket:
@@ -131,16 +152,3 @@ class Ticket:
         served = self._director.served_by(finish, self._slot if alive else None, self._routed_after)
         for learning in self._learnings:
             learning.confirm(served)
-
-
-def read_request(asked: Decide) -> Request:
-    """Parse what was asked for into what a decision knows."""
-    headers = asked.headers
-    path = headers.get(":path", b"").decode("latin-1")
-    unused = _UNUSED.get(asked.body_state)
-    prompt = (
-        Prompt(unused=unused)
-        if unused
-        else parse(path, asked.body, content_encoding=headers.get("content-encoding", b""))
-    )
-    return Request(headers.get(REQUEST_ID, b"").decode("latin-1"), path, prompt)

@@ -51,7 +51,7 @@ class ExplainError(ValueError):
         self.field = field
 
 
-def explain(
+async def explain(
     director: Director,
     *,
     prompt: str | None = None,
@@ -82,7 +82,12 @@ def explain(
     asked = {**_read_headers(headers or {}), ":path": path.encode()}
     subset = asked.get(SUBSET)
     allowed = tuple(part.strip() for part in subset.decode().split(",")) if subset is not None else None
-    decision = director.decide(Decide(asked, body, BodyState.COMPLETE, None, allowed))
+    decide = Decide(asked, body, BodyState.COMPLETE, None, allowed)
+    request = director.read(decide)
+    preparing = director.prepare(decide, request)
+    if preparing is not None:
+        request = msgspec.structs.replace(request, prepared=await preparing)
+    decision = director.decide(decide, request=request)
     unused = decision.request.prompt.unused
     if unused is Unused.UNKNOWN_PATH:
         raise ExplainError("path", f"{path!r} is no completions, chat completions, responses or messages API")
@@ -177,7 +182,7 @@ class _Scores(scores_pb2_grpc.ScoresServicer):
     ) -> scores_pb2.Decision:
         kind = request.WhichOneof("input")
         try:
-            decision = explain(
+            decision = await explain(
                 self._director,
                 prompt=request.prompt if kind == "prompt" else None,
                 body=request.body if kind == "body" else None,

@@ -132,7 +132,7 @@ class _Faces:
         try:
             asked = msgspec.json.decode(await request.read(), type=_Explain)
             body = None if asked.body is None else asked.body.encode()
-            decision = explain(self._director, prompt=asked.prompt, body=body, path=asked.path, model=asked.model)
+            decision = await explain(self._director, prompt=asked.prompt, body=body, path=asked.path, model=asked.model)
         except (msgspec.DecodeError, ExplainError) as error:
             return _json({"error": str(error)}, status=400)
         return _json({"time": self._clock(), **decision.view()})

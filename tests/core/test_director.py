@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from picker.core.director import Director, Ticket, read_request
+from picker.core.director import Director, Ticket
 from picker.core.endpoints import Endpoint, EndpointTable, EngineMetrics
 from picker.core.exchange.effects import BodyState, Decide, Finish, LearnedOn
 from picker.core.exchange.events import BodyMode
@@ -87,16 +87,16 @@ def everything(made: Director) -> str:
 )
 def test_only_a_complete_body_is_read(state, unused):
     whole = asking("abc", x_request_id="r-1")
-    request = read_request(Decide(whole.headers, whole.body, state, whole.body_mode, None))
+    request = director().read(Decide(whole.headers, whole.body, state, whole.body_mode, None))
     assert request.prompt.unused is unused
     assert (request.request_id, request.path) == ("r-1", "/v1/completions")
     assert request.prompt.texts == ((b"abc",) if unused is None else ())
 
 
 def test_headers_may_be_missing_or_odd():
-    assert read_request(Decide({}, b"{}", BodyState.COMPLETE, None, None)).prompt.unused is Unused.UNKNOWN_PATH
+    assert director().read(Decide({}, b"{}", BodyState.COMPLETE, None, None)).prompt.unused is Unused.UNKNOWN_PATH
     odd = {":path": b"/v1/\xff", "x-request-id": b"\xff\x00", "content-encoding": b"\xff"}
-    assert read_request(Decide(odd, b"{}", BodyState.COMPLETE, None, None)).prompt.unused is Unused.CONTENT_ENCODING
+    assert director().read(Decide(odd, b"{}", BodyState.COMPLETE, None, None)).prompt.unused is Unused.CONTENT_ENCODING
 
 
 def test_an_encoded_body_is_routed_by_load():

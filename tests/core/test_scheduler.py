@@ -21,7 +21,7 @@ from picker.core.scheduling.api import Request
 from picker.core.scheduling.decision import Decision, Reason
 from picker.core.scheduling.scheduler import Scheduler, pick
 
-REQUEST = Request("id-1", "/v1/completions", Prompt("m", (b"x" * 200,)))
+REQUEST = Request("id-1", "/v1/completions", Prompt("m", (b"x" * 200,)), started=1000, parsed=2000)
 
 
 class Fixed:
@@ -63,7 +63,7 @@ def hosts(count: int) -> EndpointTable:
 def decide(
     scheduler: Scheduler, table: EndpointTable, *, subset=None, fallbacks: int = 2, seed: int = 1, request=REQUEST
 ) -> Decision:
-    clock = itertools.count(1000, 1000)
+    clock = itertools.count(4000, 1000)
     return scheduler.decide(
         request,
         table,
@@ -71,7 +71,6 @@ def decide(
         fallbacks=fallbacks,
         rng=random.Random(seed),
         timer=lambda: next(clock),
-        started=0,
     )
 
 
@@ -331,7 +330,7 @@ def test_the_view_is_complete():
         "prompt_unused": "",
         "destinations": ["10.0.0.1:8000", "10.0.0.3:8000"],
         "filters": [{"filter": "only", "remaining": 3}],
-        "step_microseconds": {"parse": 1.0, "filter": 1.0, "match": 1.0, "score": 1.0, "pick": 1.0},
+        "step_microseconds": {"parse": 1.0, "prepare": 2.0, "filter": 1.0, "match": 1.0, "score": 1.0, "pick": 1.0},
         "endpoints": [
             {
                 "name": name,

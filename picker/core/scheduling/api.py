@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from msgspec import Struct
 
 from picker.core.endpoints import EndpointTable, Flags, Floats, Integers, Slots
+from picker.core.exchange.effects import Decide
 from picker.core.prompts import Prompt
 
 
@@ -27,11 +28,18 @@ def sample(population: list[int], count: int, rng: Rng) -> list[int]:
 
 
 class Request(Struct, frozen=True, gc=False):
-    """What a decision knows about a request."""
+    """What a decision knows about a request.
+
+    `prepared` is what was found out for producers before the decision, by the names that they know it by. `started` and
+    `parsed` are what the timer said before and after the request was read.
+    """
 
     request_id: str
     path: str
     prompt: Prompt
+    prepared: Mapping[str, Any] = {}
+    started: int = 0
+    parsed: int = 0
 
 
 class Candidates(Struct, frozen=True, gc=False):
@@ -57,6 +65,16 @@ class Filter(Protocol):
 
     def keep(self, request: Request, candidates: Candidates) -> Flags | None:
         """True for candidates that stay; None when all do."""
+
+
+class Preparation(Protocol):
+    """Finds out what producers need to know of a request, where that takes waiting: its tokens, for example."""
+
+    def begin(self, asked: Decide, request: Request, seconds: float) -> Awaitable[Mapping[str, Any]] | None:
+        """Return what will give `Request.prepared`; None when there is nothing to find out.
+
+        It gives what is there after `seconds` at the latest, never raises, and may be cancelled.
+        """
 
 
 class Producer(Protocol):

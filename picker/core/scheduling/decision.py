@@ -33,6 +33,8 @@ class Steps(NamedTuple):
     """Nanoseconds each step of a decision took."""
 
     parse: int
+    prepare: int
+    """Waiting for what producers need to know; others are decided on meanwhile."""
     filter: int
     match: int
     score: int

@@ -35,14 +35,12 @@ class Scheduler:
         fallbacks: int,
         rng: Rng,
         timer: Timer,
-        started: int,
     ) -> Decision:
         """Choose a destination and up to `fallbacks` further endpoints.
 
         `subset` limits the candidates to these addresses; an entry without a port means all ports of that host.
-        `started` is what `timer` said before the request was parsed.
         """
-        parsed = timer()
+        began = timer()
         candidates = Candidates(table, table.slots, table.mask)
         reason = Reason.ROUTED if len(table.slots) else Reason.NO_ENDPOINTS
         if subset is not None and reason is Reason.ROUTED:
@@ -93,7 +91,14 @@ class Scheduler:
             order=order,
             filters=tuple(ran),
             matches=matches,
-            steps=Steps(parsed - started, filtered - parsed, matched - filtered, scored - matched, done - scored),
+            steps=Steps(
+                request.parsed - request.started,
+                began - request.parsed,
+                filtered - began,
+                matched - filtered,
+                scored - matched,
+                done - scored,
+            ),
         )
 
 

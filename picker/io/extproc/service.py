@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Mapping
+from functools import partial
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -21,6 +24,7 @@ from picker.core.exchange.events import BodyMode, RequestBody, StreamEnded, Time
 from picker.core.exchange.machine import Exchange
 from picker.core.exchange.outcomes import Refused, Routed
 from picker.core.headers import FALLBACKS_WANTED
+from picker.core.scheduling.api import Request
 from picker.core.scheduling.decision import Decision, Reason
 from picker.core.telemetry import Telemetry
 from picker.io.extproc.codec import MalformedMessageError, decode, encode
@@ -63,10 +67,22 @@ class ExtProcService:
     def _handler(self, call: Call) -> ExtProcStream:
         return ExtProcStream(self, call)
 
-    def decide(self, asked: Decide, fallbacks: int | None) -> Decision:
+    def prepare(self, asked: Decide) -> tuple[Request, Awaitable[Mapping[str, Any]]] | None:
+        """Read a request that has to be prepared, and return it with what does that; None when nothing does."""
+        if self.director.preparation is None:
+            return None
+        try:
+            request = self.director.read(asked)
+            preparing = self.director.prepare(asked, request)
+        except Exception as error:  # noqa: BLE001  a request never fails because preparing its decision did
+            self.telemetry.failed("prepare", error)
+            return None
+        return None if preparing is None else (request, preparing)
+
+    def decide(self, asked: Decide, fallbacks: int | None, request: Request | None = None) -> Decision:
         """Decide; should anything unexpected go wrong in it, decide again by nothing but in-flight counts."""
         try:
-            return self.director.decide(asked, fallbacks)
+            return self.director.decide(asked, fallbacks, request)
         except Exception as error:  # noqa: BLE001  a request never fails because scoring it did
             self.telemetry.failed("decide", error)
             return self.director.decide_plainly(asked, fallbacks)
@@ -99,6 +115,7 @@ class ExtProcStream:
         "_decision",
         "_exchange",
         "_fallbacks",
+        "_preparing",
         "_service",
         "_ticket",
         "_timer",
@@ -119,6 +136,7 @@ class ExtProcStream:
         self._decided_at = 0.0
         self._buffered = 0
         self._timer: asyncio.TimerHandle | None = None
+        self._preparing: asyncio.Future[Mapping[str, Any]] | None = None
         service.open_streams += 1
 
     def message(self, data: bytes) -> None:
@@ -132,12 +150,14 @@ class ExtProcStream:
         self._run(self._exchange.receive(event))
 
     def half_closed(self) -> None:
+        self._prepare_no_more()
         self._run(self._exchange.receive(StreamEnded()))
         self._call.finish()
 
     def closed(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        self._prepare_no_more()
         self._run(self._exchange.receive(StreamEnded()))
         self._service.buffered_bytes -= self._buffered
         self._service.open_streams -= 1
@@ -154,7 +174,7 @@ class ExtProcStream:
         for effect in effects:
             kind = type(effect)
             if kind is Decide:
-                self._run(self._decide(effect))  # type: ignore[arg-type]
+                self._prepare_or_decide(effect)  # type: ignore[arg-type]
             elif kind is Finish:
                 self._finish(effect)  # type: ignore[arg-type]
             elif kind is Report:
@@ -168,9 +188,35 @@ class ExtProcStream:
         self._timer = None
         self._run(self._exchange.receive(TimerFired()))
 
-    def _decide(self, asked: Decide) -> tuple[Effect, ...]:
+    def _prepare_or_decide(self, asked: Decide) -> None:
+        prepared = self._service.prepare(asked)
+        if prepared is None:
+            self._run(self._decide(asked))
+            return
+        request, preparing = prepared
+        self._preparing = asyncio.ensure_future(preparing)
+        self._preparing.add_done_callback(partial(self._prepared, asked, request))
+
+    def _prepared(self, asked: Decide, request: Request, preparing: asyncio.Future[Mapping[str, Any]]) -> None:
+        if preparing.cancelled():
+            return
+        self._preparing = None
+        error = preparing.exception()
+        if error is None:
+            request = msgspec.structs.replace(request, prepared=preparing.result())
+        else:
+            self._service.telemetry.failed("prepare", error)
+        self._run(self._decide(asked, request))
+
+    def _prepare_no_more(self) -> None:
+        """Nobody waits for the decision any more."""
+        if self._preparing is not None:
+            self._preparing.cancel()
+            self._preparing = None
+
+    def _decide(self, asked: Decide, request: Request | None = None) -> tuple[Effect, ...]:
         service = self._service
-        decision = service.decide(asked, self._fallbacks)
+        decision = service.decide(asked, self._fallbacks, request)
         service.buffered_bytes -= self._buffered
         self._buffered = 0
         if decision.reason is Reason.ROUTED:
