@@ -12,7 +12,8 @@ from pathlib import Path
 
 from picker.core.tokens.prompt import EngineRequest, read_engine_request
 from picker.io.tokenize.chain import ChainSettings, TokenizerChain
-from picker.io.tokenize.local import Local, LocalSettings, LocalTokenizer
+from picker.io.tokenize.files import LocalSettings
+from picker.io.tokenize.local import Local, LocalTokenizer
 
 Row = tuple[str, str, str, bool]
 """What, measured, budget, kept."""

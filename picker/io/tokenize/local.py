@@ -1,120 +1,63 @@
-"""Tokenizing in this process, from a Hugging Face tokenizer's directory.
-
-Read from it: `tokenizer.json`; `tokenizer_config.json` for the special tokens and `chat_template`; `special_tokens_map.json`; `chat_template.jinja`, which goes before the former; `config.json` and
-`tekken.json` for models that engines render without a template.
-"""
+"""Tokenizing in this process, from a Hugging Face tokenizer's directory."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from random import Random
 from threading import Lock
-from typing import Any
 
-import jinja2
-import structlog
-from msgspec import Struct
 from msgspec.structs import replace
 from tokenizers import Tokenizer
 
-from picker.core.tokens.conversation import Chat, ContentFormat, read_chat
+from picker.core.tokens.conversation import Chat, read_chat
 from picker.core.tokens.lru import ByteLru
 from picker.core.tokens.prompt import EngineRequest, Served, UnsupportedRequestError
-from picker.core.tokens.segments import Cutter, SegmentPlan, plan_segments
+from picker.core.tokens.segments import Cutter, SegmentPlan
+from picker.io.tokenize.files import LocalSettings, TokenizerFiles, read_files, tokenizer_of
 from picker.io.tokenize.self_check import adversarial_prompts, first_difference
 from picker.io.tokenize.step import Outcome, StepError, Tokens
-from picker.io.tokenize.templates import MAX_CHARACTERS, ChatTemplate
-
-logger = structlog.get_logger(__name__)
+from picker.io.tokenize.templates import MAX_CHARACTERS
 
 MAX_RENDER_SECONDS = 1.0
 """A template that renders for longer is stopped, though nobody waits for it any more by then."""
 
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_WITHOUT_TEMPLATE = frozenset({"gpt_oss"})
 _CHECKED_PROMPTS = 300
 _ENTRY_BYTES = 200
 """What Python needs for a cached segment beside its text and tokens."""
 
 
-class LocalSettings(Struct, frozen=True):
-    """Where the tokenizer is, and the engine's own flags as far as they change prompts.
-
-    `chat_template` is a file (vLLM's `--chat-template`), `content_format` None finds it in the template
-    (`--chat-template-content-format auto`), `chat_template_kwargs` are those for every request
-    (`--default-chat-template-kwargs`), `hide_tools` leaves tools out of a prompt when `tool_choice` is "none"
-    (`--exclude-tools-when-tool-choice-none`). With `engine` sglang, chats with tools or lists of parts are left to
-    other steps: SGLang reads them its own way.
-    """
-
-    directory: str
-    engine: str = "vllm"
-    chat_template: str | None = None
-    content_format: ContentFormat | None = None
-    chat_template_kwargs: Mapping[str, Any] = {}
-    hide_tools: bool = False
-    cache_bytes: int = 64 * 2**20
-
-
-class TokenizerFilesError(ValueError):
-    """A directory that is no usable tokenizer; the text names the file and what to do."""
-
-
 class LocalTokenizer:
     """One tokenizer with its chat template. May be used by several threads at once.
 
-    `segments_off` says why segments are not cached for it, `ends_disputed` why it is not known which special tokens
-    engines put around a text; they are empty when they are, and when it is.
+    `segments_off` says why segments are not cached for it; it is empty when they are. `hits` and `misses` count the
+    texts between special tokens that were known, and that were not.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        templates: Mapping[str, ChatTemplate],
-        plan: SegmentPlan,
-        settings: LocalSettings,
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._templates = templates
+    def __init__(self, files: TokenizerFiles, settings: LocalSettings) -> None:
+        self._tokenizer = files.tokenizer
+        self._templates = files.templates
+        self._ends_disputed = files.ends_disputed
         self._settings = settings
         self.segments: ByteLru[tuple[bool, str], array[int]] = ByteLru(settings.cache_bytes)
         self.hits = 0
         self.misses = 0
         self._lock = Lock()
         self._cutter: Cutter | None = None
-        self._ends = _ends(tokenizer)
-        self._later = tokenizer if plan.later is None else _prepared(json.dumps(plan.later))
-        self.ends_disputed = ""
-        self.segments_off = plan.unsafe
+        self._ends = _ends(files.tokenizer)
+        later = files.plan.later
+        self._later = files.tokenizer if later is None else tokenizer_of(json.dumps(later))
+        self.segments_off = files.plan.unsafe
         if not self.segments_off:
-            self._check(plan)
+            self._check(files.plan)
 
     @classmethod
     def load(cls, settings: LocalSettings) -> LocalTokenizer:
         """Load a directory. Raises TokenizerFilesError. Takes up to some seconds, for a large vocabulary."""
-        directory = Path(settings.directory)
-        path = directory / "tokenizer.json"
-        source = _read(path)
-        if source is None:
-            raise TokenizerFilesError(f"{path} does not exist: correct the directory, or convert the tokenizer to it")
-        config = _special_tokens(directory)
-        plan = plan_segments(_object(path, source))
-        try:
-            tokenizer = _prepared(source)
-        except Exception as error:  # the library raises nothing more special
-            raise TokenizerFilesError(f"{path}: {error}") from error
-        _require_tokens(directory, config, tokenizer)
-        if config.get("split_special_tokens"):
-            tokenizer.encode_special_tokens = True
-            plan = SegmentPlan(unsafe="special tokens are split like text")
-        local = cls(tokenizer, _templates(directory, config, settings), plan, settings)
-        local.ends_disputed = _disputed_ends(tokenizer, config)
-        return local
+        return cls(read_files(settings), settings)
 
     def _check(self, plan: SegmentPlan) -> None:
         cutter = Cutter({text: i for text in plan.cuts if (i := self._tokenizer.token_to_id(text)) is not None})
@@ -136,11 +79,11 @@ class LocalTokenizer:
         return ids
 
     def encode(self, text: str, *, add_special_tokens: bool) -> array[int]:
-        """Return the token ids of a text. Raises UnsupportedRequestError when it is too long."""
+        """Return the token ids of a text. Raises UnsupportedRequestError."""
         if len(text) > MAX_CHARACTERS:
             raise UnsupportedRequestError(f"the prompt has more than {MAX_CHARACTERS} characters")
-        if add_special_tokens and self.ends_disputed:
-            raise UnsupportedRequestError(self.ends_disputed)
+        if add_special_tokens and self._ends_disputed:
+            raise UnsupportedRequestError(self._ends_disputed)
         if self._cutter is None or (add_special_tokens and self._ends is None):
             return array("I", self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
         pieces = self._cutter.cut(text)
@@ -243,75 +186,6 @@ def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> Non
         loop.call_soon_threadsafe(call)
 
 
-def _prepared(source: str) -> Tokenizer:
-    tokenizer = Tokenizer.from_str(source)
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
-
-
-def _read(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise TokenizerFilesError(f"{path} cannot be read: {error}") from error
-
-
-def _object(path: Path, source: str | None) -> dict[str, Any]:
-    if source is None:
-        return {}
-    try:
-        value = json.loads(source)
-    except (ValueError, RecursionError) as error:
-        raise TokenizerFilesError(f"{path} is no JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise TokenizerFilesError(f"{path} holds no object")
-    return value
-
-
-def _special_tokens(directory: Path) -> dict[str, Any]:
-    """The tokenizer's settings, completed from the file where older releases kept the special tokens."""
-    settings, older = (
-        _object(path, _read(path))
-        for path in (directory / "tokenizer_config.json", directory / "special_tokens_map.json")
-    )
-    if "added_tokens_decoder" in settings:
-        return settings
-    return older | {name: value for name, value in settings.items() if value is not None}
-
-
-def _text(token: Any) -> str | None:
-    value = token.get("content") if isinstance(token, dict) else token
-    return value if isinstance(value, str) else None
-
-
-def _require_tokens(directory: Path, settings: Mapping[str, Any], tokenizer: Tokenizer) -> None:
-    """Refuse special tokens that engines would add to the vocabulary, as their ids cannot be known."""
-    decoder = settings.get("added_tokens_decoder")
-    added = [_text(token) for token in decoder.values()] if isinstance(decoder, dict) else []
-    for text in [*(_text(settings.get(name)) for name in _SPECIAL_TOKENS), *added]:
-        if text and tokenizer.token_to_id(text) is None:
-            raise TokenizerFilesError(
-                f"{directory / 'tokenizer_config.json'} names the token {text!r}, which tokenizer.json does not have: "
-                "save the tokenizer again"
-            )
-
-
-def _disputed_ends(tokenizer: Tokenizer, config: Mapping[str, Any]) -> str:
-    """Say where tokenizer.json and the settings disagree on begin and end tokens.
-
-    `transformers` 4 obeys the settings for some classes of tokenizers, 5 obeys tokenizer.json.
-    """
-    added = tokenizer.encode("", add_special_tokens=True).ids
-    for end in ("bos", "eos"):
-        wanted, text = config.get(f"add_{end}_token"), _text(config.get(f"{end}_token"))
-        if isinstance(wanted, bool) and text and (tokenizer.token_to_id(text) in added) != wanted:
-            return f"add_{end}_token is {wanted}, but tokenizer.json does otherwise: releases of transformers differ"
-    return ""
-
-
 def _ends(tokenizer: Tokenizer) -> tuple[array[int], array[int]] | None:
     """What the tokenizer puts before and after every text when special tokens are wanted; None if it is not constant."""
     found = []
@@ -324,32 +198,3 @@ def _ends(tokenizer: Tokenizer) -> tuple[array[int], array[int]] | None:
         found.append((full[:start], full[start + len(bare) :]))
     begin, end = found[0]
     return (array("I", begin), array("I", end)) if found[0] == found[1] else None
-
-
-def _templates(directory: Path, config: Mapping[str, Any], settings: LocalSettings) -> dict[str, ChatTemplate]:
-    """The chat templates by name; the one for everything is called "default"."""
-    if settings.chat_template is not None:
-        sources: Any = _read(Path(settings.chat_template))
-        if sources is None:
-            raise TokenizerFilesError(f"{settings.chat_template} does not exist: correct the path of the chat template")
-    elif reason := _without_template(directory):
-        logger.warning("tokenizer_without_chats", directory=str(directory), reason=reason)
-        return {}
-    else:
-        sources = _read(directory / "chat_template.jinja") or config.get("chat_template")
-    variables = {name: text for name in _SPECIAL_TOKENS if (text := _text(config.get(name))) is not None}
-    named = sources if isinstance(sources, list) else [{"name": "default", "template": sources}] if sources else []
-    try:
-        return {str(each["name"]): ChatTemplate(each["template"], variables, settings.content_format) for each in named}
-    except (jinja2.TemplateError, KeyError, TypeError) as error:
-        raise TokenizerFilesError(f"{directory}: its chat template cannot be used: {error!r}") from error
-
-
-def _without_template(directory: Path) -> str:
-    """Why engines render this model's chats in code instead of by its template; empty when they do not."""
-    model_type = _object(directory / "config.json", _read(directory / "config.json")).get("model_type")
-    if model_type in _WITHOUT_TEMPLATE:
-        return f"engines have code for {model_type}"
-    if (directory / "tekken.json").exists():
-        return "engines prefer tekken.json and mistral-common; set a chat template if yours does not"
-    return ""

@@ -119,7 +119,7 @@ class Remote:
             now = time.monotonic()
             share = (deadline - now) / (len(candidates) - index)
             if share <= 0:
-                break
+                raise StepError(Outcome.TIMEOUT, "no time is left")
             if not self._breaker(target).ready(now):
                 continue
             try:

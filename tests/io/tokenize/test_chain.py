@@ -14,7 +14,8 @@ from aiohttp import web
 
 from picker.core.tokens.prompt import EngineRequest, ModelNames, Served, TokenPrompt, read_engine_request
 from picker.io.tokenize.chain import ChainSettings, Tokenized, TokenizerChain
-from picker.io.tokenize.local import Local, LocalSettings, LocalTokenizer
+from picker.io.tokenize.files import LocalSettings
+from picker.io.tokenize.local import Local, LocalTokenizer
 from picker.io.tokenize.remote import Remote, Remotely, Target
 from picker.io.tokenize.step import Outcome, StepError, Tokens
 from picker.sim.config import EngineSimConfig

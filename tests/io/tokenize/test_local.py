@@ -21,7 +21,8 @@ from tokenizers import Tokenizer
 from picker.core.tokens.conversation import ContentFormat
 from picker.core.tokens.prompt import EngineRequest, Served, UnsupportedRequestError, read_engine_request
 from picker.core.tokens.segments import SegmentPlan
-from picker.io.tokenize.local import Local, LocalSettings, LocalTokenizer, TokenizerFilesError
+from picker.io.tokenize.files import LocalSettings, TokenizerFiles, TokenizerFilesError
+from picker.io.tokenize.local import Local, LocalTokenizer
 from picker.io.tokenize.self_check import adversarial_prompts
 from picker.io.tokenize.step import Outcome, StepError, Tokens
 
@@ -255,7 +256,7 @@ def test_chats_that_sglang_reads_its_own_way_are_left_to_it(tmp_path: Path) -> N
 def test_a_plan_that_is_wrong_is_found_out_before_it_is_used() -> None:
     whole = Tokenizer.from_str(family("unigram-first").decode())
     wrong = SegmentPlan(cuts=frozenset({"<|im_end|>"}))
-    tokenizer = LocalTokenizer(whole, {}, wrong, LocalSettings(""))
+    tokenizer = LocalTokenizer(TokenizerFiles(whole, wrong), LocalSettings(""))
     assert tokenizer.segments_off.startswith("self-check")
     text = "Hello<|im_end|>Hello"
     assert tokenizer.encode(text, add_special_tokens=False).tolist() == whole.encode(text, add_special_tokens=False).ids

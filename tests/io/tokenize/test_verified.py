@@ -14,7 +14,8 @@ from structlog.testing import capture_logs
 
 from picker.core.tokens.prompt import EngineRequest, Served, read_engine_request
 from picker.io.tokenize import verified
-from picker.io.tokenize.local import Local, LocalSettings, LocalTokenizer
+from picker.io.tokenize.files import LocalSettings
+from picker.io.tokenize.local import Local, LocalTokenizer
 from picker.io.tokenize.remote import Remote, Remotely
 from picker.io.tokenize.step import Outcome, StepError
 from picker.io.tokenize.verified import Verified
