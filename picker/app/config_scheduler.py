@@ -18,7 +18,6 @@ from picker.core.strict import Findings, child, decode, suggest
 _FILTERS = frozenset(name for name, plugin in PLUGINS.items() if plugin.filter)
 _SCORERS = frozenset(name for name, plugin in PLUGINS.items() if plugin.scorer)
 _RANDOM = "random"
-_OF_KTHENA = {"kvcache-aware": "remove it: what engines hold is not read; prefix-cache needs nothing from them"}
 _LOAD_SCORERS = frozenset(name for name in _SCORERS if not PLUGINS[name].producer) - {_RANDOM}
 
 
@@ -26,7 +25,7 @@ def _plugin(data: object) -> str:
     if not isinstance(data, str):
         raise ValueError("expected the name of a plugin")  # noqa: TRY004  all that is wrong is a ValueError
     if data not in PLUGINS:
-        raise ValueError(f"unknown plugin; {_OF_KTHENA.get(data) or suggest(data, PLUGINS)}")
+        raise ValueError(f"unknown plugin; {suggest(data, PLUGINS)}")
     return data
 
 
@@ -117,7 +116,12 @@ class PluginConfig(Struct, frozen=True):
             return None
         unknown = f'unknown argument of "{entry.name}"'
         args = decode(PLUGINS[entry.name].args, entry.args, child(path, "args"), findings, unknown=unknown)
-        return None if args is None else cls(entry.name, _in_force(args, child(path, "args"), findings))
+        if args is None:
+            return None
+        args = _in_force(args, child(path, "args"), findings)
+        if (check := getattr(args, "check", None)) is not None:
+            check(child(path, "args"), findings)
+        return cls(entry.name, args)
 
 
 class SchedulerConfig(Struct, frozen=True, rename="camel"):
@@ -173,11 +177,11 @@ def _in_force(args: Struct, path: str, findings: Findings) -> Struct:
     """
     defaults = type(args)()
     changed: dict[str, int] = {}
-    for name in args.__struct_fields__:
-        value, default = getattr(args, name), getattr(defaults, name)
+    for field in msgspec.structs.fields(args):
+        value, default = getattr(args, field.name), getattr(defaults, field.name)
         if type(value) is int and value <= 0 < default:
-            findings.warn(child(path, name), f"{value} means the default, {default}")
-            changed[name] = default
+            findings.warn(child(path, field.encode_name), f"{value} means the default, {default}")
+            changed[field.name] = default
     return msgspec.structs.replace(args, **changed)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 
+_SERVICE = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253}):(\d{1,5})", re.ASCII)
 _EXAMPLES = 'such as "10.0.0.1:8000" or "[::1]:8000"'
 
 
@@ -21,6 +23,16 @@ def endpoint(data: object) -> str:
     if port == 0:
         raise ValueError("port 0 is no server's; use the port that the server listens on")
     return _join(host, port)
+
+
+def service(data: object) -> str:
+    """Where a server is that is connected to: "host:port", the host a name or an IP address; or empty. Raises ValueError."""
+    if data == "":
+        return ""
+    found = _SERVICE.fullmatch(data) if isinstance(data, str) else None
+    if found is None or not 1 <= int(found[2]) <= 65_535:
+        raise ValueError('is not where a server is; write host:port, such as "redis:6379" or "[::1]:6379"')
+    return found[0]
 
 
 def _split(data: object) -> tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]:

@@ -8,6 +8,7 @@ slot still means the endpoint it meant before.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,14 @@ Slots = np.ndarray[Any, np.dtype[np.intp]]
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
+
+
+class KvEvents(Struct, frozen=True, rename="camel"):
+    """Where an engine publishes its KV events; what is empty follows from the host and the arguments of the plugin."""
+
+    endpoint: str = ""
+    replay_endpoint: str = ""
+    topic: str = ""
 
 
 class Endpoint(Struct, frozen=True):
@@ -31,6 +40,14 @@ class Endpoint(Struct, frozen=True):
     engine: str = "vllm"
     model: str = ""
     labels: Mapping[str, str] = {}
+    runtime: str = ""
+    """"host:port" of its sidecar."""
+    kv_events: KvEvents = KvEvents()
+
+    @property
+    def host(self) -> str:
+        """The host of its address; IPv6 in brackets."""
+        return self.address.rpartition(":")[0]
 
     @property
     def identity(self) -> tuple[str, str, str]:
@@ -191,3 +208,10 @@ class EndpointTable:
         self.in_flight = np.concatenate((self.in_flight, np.zeros(more, np.int64)))
         for name in ("waiting", "running", "kv_usage", "ttft", "tpot", "observed_at"):
             setattr(self, name, np.concatenate((getattr(self, name), np.full(more, np.nan))))
+
+
+@lru_cache(maxsize=1024)
+def slots_of(mask: int) -> Slots:
+    """Return the slots of a bitmask, ascending."""
+    packed = np.frombuffer(mask.to_bytes((mask.bit_length() + 7) // 8, "little"), np.uint8)
+    return np.unpackbits(packed, bitorder="little").nonzero()[0]

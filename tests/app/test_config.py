@@ -97,7 +97,7 @@ def test_all_problems_are_said_at_once():
         scrape: {intervalSeconds: "0.2", timeoutSeconds: 0, path: metrics}
         endpoints: {static: [{address: "pod-a:8000"}, {name: b}], kubernetes: {}}
         scheduler:
-          pluginConfig: [{name: kvcache-aware, args: {}}, {name: random, args: {seed: 1}}, {args: {}}]
+          pluginConfig: [{name: kvcache-awar, args: {}}, {name: random, args: {seed: 1}}, {args: {}}]
           plugins:
             Filter: {enabled: [least-requests, prefix-cache]}
             Score: {enabled: [{name: lora-affinity, weight: 1}, {name: gpu-usage}, least-latency]}
@@ -116,7 +116,7 @@ def test_all_problems_are_said_at_once():
         "endpoints.kubernetes: {}: unknown key; known: file, static",
         'endpoints.static[0].address: "pod-a:8000": is not an IP address',
         "endpoints.static[1].address: is missing",
-        'scheduler.pluginConfig[0].name: "kvcache-aware": unknown plugin; remove it',
+        'scheduler.pluginConfig[0].name: "kvcache-awar": unknown plugin; did you mean "kvcache-aware"?',
         'scheduler.pluginConfig[1].args.seed: 1: unknown argument of "random"; remove it',
         "scheduler.pluginConfig[2].name: is missing",
         'scheduler.plugins.Filter.enabled[0]: "least-requests": unknown plugin; did you mean "least-request"?',

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 
 import numpy as np
 from msgspec import Struct
 
-from picker.core.endpoints import Floats, Integers, Slots
+from picker.core.endpoints import Floats, Integers, slots_of
 from picker.core.prefix_cache.hashing import block_hashes
 from picker.core.prefix_cache.index import Hold, PrefixIndex
 from picker.core.scheduling.api import Candidates, MatchInfo, Request, Rng, sample
@@ -73,7 +72,7 @@ class PrefixCacheProducer:
         by_slot = np.zeros(len(candidates.table.endpoints), np.int64)
         for chain in chains:
             for blocks, mask in self.index.match(chain, candidates.mask):
-                by_slot[_slots(mask)] += blocks
+                by_slot[slots_of(mask)] += blocks
         matched = by_slot[candidates.slots]
         _keep_longest(matched, args.topKMatches, rng)
         return PrefixMatch(self.index, prompt.model, chains, MatchInfo(matched, sum(map(len, chains)), "blocks"))
@@ -137,9 +136,3 @@ def _keep_longest(matched: Integers, most: int, rng: Rng) -> None:
     surplus = len(ascending) - most - bisect_left(ascending, shortest)
     if surplus:
         matched[sample(equal, surplus, rng)] = 0
-
-
-@lru_cache(maxsize=1024)
-def _slots(mask: int) -> Slots:
-    packed = np.frombuffer(mask.to_bytes((mask.bit_length() + 7) // 8, "little"), np.uint8)
-    return np.unpackbits(packed, bitorder="little").nonzero()[0]

@@ -12,6 +12,8 @@ from msgspec import Struct
 
 from picker.core.plugins.args import NoArgs
 from picker.core.plugins.gpu_usage import GpuUsageScorer
+from picker.core.plugins.kvcache_args import KvCacheArgs
+from picker.core.plugins.kvcache_aware import KvCacheProducer
 from picker.core.plugins.least_latency import LeastLatencyArgs, LeastLatencyScorer
 from picker.core.plugins.least_request import LeastRequestArgs, LeastRequestFilter, LeastRequestScorer
 from picker.core.plugins.lora_affinity import LoraAffinityFilter
@@ -42,6 +44,11 @@ PLUGINS: Mapping[str, Plugin] = {
         PrefixCacheArgs,
         scorer=lambda _: PrefixScorer("prefix-cache", "prefix-cache"),
         producer=PrefixCacheProducer,
+    ),
+    "kvcache-aware": Plugin(
+        KvCacheArgs,
+        scorer=lambda _: PrefixScorer("kvcache-aware", "kvcache-aware"),
+        producer=KvCacheProducer,
     ),
 }
 
@@ -76,7 +83,7 @@ def build_scheduler(spec: SchedulerSpec, previous: Scheduler | None, on_evict: O
         if name in old:
             producers.append(old[name])
             if not old[name].reconfigure(args(name)):
-                notes.append(f"{name}: the index starts empty, because its blocks have another size now")
+                notes.append(f"{name}: the index starts empty, because of its new arguments")
         else:
             producers.append(plugin.producer(args(name), on_evict))
     return Scheduler(filters, producers, scorers), notes

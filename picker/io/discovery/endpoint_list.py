@@ -10,9 +10,10 @@ import msgspec
 from msgspec import Meta, Struct
 
 from picker.core import addresses
-from picker.core.endpoints import Endpoint
+from picker.core.endpoints import Endpoint, KvEvents
 from picker.core.strict import ConfigError, Findings, Problem, child, decode
 from picker.io import strict_yaml
+from picker.io.kv_events.frames import endpoint_of_rank
 
 MOST_BYTES = 4 * 1024 * 1024
 MOST_ENDPOINTS = 10_000
@@ -24,6 +25,15 @@ _Name = Annotated[
 _Label = Annotated[str, Meta(max_length=317)]
 
 
+def _publisher(data: object) -> str:
+    if not isinstance(data, str):
+        raise ValueError("expected text")  # noqa: TRY004  all that is wrong is a ValueError
+    try:
+        return endpoint_of_rank(data, 0) if data else ""
+    except ValueError:
+        raise ValueError("is not where an engine publishes; write tcp://host:port") from None
+
+
 class Engine(StrEnum):
     """Model servers whose metrics and events are understood."""
 
@@ -31,7 +41,21 @@ class Engine(StrEnum):
     SGLANG = "sglang"
 
 
-class EndpointEntry(Struct, frozen=True):
+_Publisher = Annotated[str, Meta(extra={"read": _publisher})]
+
+
+class KvEventsEntry(Struct, frozen=True, rename="camel"):
+    """Where its KV events are, where the arguments of `kvcache-aware` do not say it."""
+
+    endpoint: _Publisher = ""
+    """Its publisher, `tcp://host:port`; with data-parallel ranks that of rank 0."""
+    replay_endpoint: _Publisher = ""
+    """Its replays, `tcp://host:port`."""
+    topic: Annotated[str, Meta(max_length=1024)] = ""
+    """What the topic of its events has to begin with."""
+
+
+class EndpointEntry(Struct, frozen=True, rename="camel"):
     """One model server."""
 
     address: _Address
@@ -46,9 +70,16 @@ class EndpointEntry(Struct, frozen=True):
     """The model it serves, for display; which models it takes requests for is asked of the engine."""
     labels: Mapping[str, _Label] = {}
     """Labels, as a Kubernetes pod has them."""
+    runtime: Annotated[str, Meta(extra={"read": addresses.service})] = ""
+    """Its sidecar, `host:port`, where the arguments of `kvcache-aware` do not say it."""
+    kv_events: KvEventsEntry = KvEventsEntry()
+    """Where its KV events are."""
 
     def endpoint(self) -> Endpoint:
-        return Endpoint(self.name, self.address, self.namespace, str(self.engine), self.model, self.labels)
+        events = KvEvents(self.kv_events.endpoint, self.kv_events.replay_endpoint, self.kv_events.topic)
+        return Endpoint(
+            self.name, self.address, self.namespace, str(self.engine), self.model, self.labels, self.runtime, events
+        )
 
 
 class _Document(Struct, frozen=True):
