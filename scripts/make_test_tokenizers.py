@@ -33,6 +33,13 @@ def texts() -> Iterator[str]:
     yield "Grüße aus Köln, ça va? Привет, мир! 漢字かな交じり文。 한국어 텍스트 हिन्दी العربية 👍🏽 " * 50
 
 
+def special(tokenizer: Tokenizer, text: str) -> tuple[str, int]:
+    token = tokenizer.token_to_id(text)
+    if token is None:
+        raise KeyError(text)
+    return text, token
+
+
 def finish(tokenizer: Tokenizer, trainer: trainers.Trainer, bos: str | None = None) -> Tokenizer:
     tokenizer.train_from_iterator(texts(), trainer)
     tokenizer.add_special_tokens(
@@ -41,7 +48,7 @@ def finish(tokenizer: Tokenizer, trainer: trainers.Trainer, bos: str | None = No
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in CONTROL if not text.startswith("<|")])
     if bos is not None:
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+            single=f"{bos} $A", special_tokens=[special(tokenizer, bos)]
         )
     return tokenizer
 
@@ -68,9 +75,9 @@ def sentencepiece_bpe() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("▁+[^▁]*"), "isolated")
-    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    reserved = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=special, limit_alphabet=120, show_progress=False
+        vocab_size=VOCABULARY, special_tokens=reserved, limit_alphabet=120, show_progress=False
     )
     tokenizer = finish(tokenizer, trainer, bos="<s>")
     tokenizer.pre_tokenizer = None  # as converted SentencePiece models have it: words are found by merging alone
@@ -81,9 +88,9 @@ def unigram(prepend_scheme: str) -> Tokenizer:
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.normalizer = normalizers.NFKC()
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend_scheme)
-    special = ["<unk>", "<s>"]
+    reserved = ["<unk>", "<s>"]
     trainer = trainers.UnigramTrainer(
-        vocab_size=VOCABULARY, special_tokens=special, unk_token="<unk>", show_progress=False
+        vocab_size=VOCABULARY, special_tokens=reserved, unk_token="<unk>", show_progress=False
     )
     return finish(tokenizer, trainer, bos="<s>")
 
@@ -92,12 +99,10 @@ def word_piece() -> Tokenizer:
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    special = ["[UNK]", "[CLS]", "[SEP]"]
-    trainer = trainers.WordPieceTrainer(vocab_size=VOCABULARY, special_tokens=special, show_progress=False)
+    reserved = ["[UNK]", "[CLS]", "[SEP]"]
+    trainer = trainers.WordPieceTrainer(vocab_size=VOCABULARY, special_tokens=reserved, show_progress=False)
     tokenizer = finish(tokenizer, trainer)
-    tokenizer.post_processor = processors.BertProcessing(
-        ("[SEP]", tokenizer.token_to_id("[SEP]")), ("[CLS]", tokenizer.token_to_id("[CLS]"))
-    )
+    tokenizer.post_processor = processors.BertProcessing(special(tokenizer, "[SEP]"), special(tokenizer, "[CLS]"))
     return tokenizer
 
 

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast  # type: ignore[import-not-found]
 
 DATA = Path(__file__).parents[1] / "tests" / "data" / "chat_templates"
 

@@ -33,8 +33,8 @@ class LocalSettings(Struct, frozen=True):
     `chat_template` is a file (vLLM's `--chat-template`), `content_format` None finds it in the template
     (`--chat-template-content-format auto`), `chat_template_kwargs` are those for every request
     (`--default-chat-template-kwargs`), `hide_tools` leaves tools out of a prompt when `tool_choice` is "none"
-    (`--exclude-tools-when-tool-choice-none`). With `engine` sglang, chats with tools or lists of parts are left to
-    other steps: SGLang reads them its own way.
+    (`--exclude-tools-when-tool-choice-none`). With `engine` sglang, chats with tools, lists of parts or an open
+    end are left to other steps: SGLang reads them its own way.
     """
 
     directory: str
@@ -163,10 +163,12 @@ def _templates(directory: Path, config: Mapping[str, Any], settings: LocalSettin
         return {}
     else:
         sources = _read(directory / "chat_template.jinja") or config.get("chat_template")
+    # SGLang hands a text on as it is, also to templates that take lists.
+    form = settings.content_format or (ContentFormat.STRING if settings.engine == "sglang" else None)
     variables = {name: text for name in _SPECIAL_TOKENS if (text := _text(config.get(name))) is not None}
     named = sources if isinstance(sources, list) else [{"name": "default", "template": sources}] if sources else []
     try:
-        return {str(each["name"]): ChatTemplate(each["template"], variables, settings.content_format) for each in named}
+        return {str(each["name"]): ChatTemplate(each["template"], variables, form) for each in named}
     except (jinja2.TemplateError, KeyError, TypeError) as error:
         raise TokenizerFilesError(f"{directory}: its chat template cannot be used: {error!r}") from error
 

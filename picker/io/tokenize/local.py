@@ -138,8 +138,10 @@ class LocalTokenizer:
             parts = any(
                 isinstance(message, dict) and isinstance(message.get("content"), list) for message in chat.messages
             )
-            if parts or chat.tools:
-                raise UnsupportedRequestError("SGLang reads tools and lists of parts its own way: let it tokenize them")
+            if parts or chat.tools or chat.continue_final_message:
+                raise UnsupportedRequestError(
+                    "SGLang reads tools, parts and open ends its own way: let it tokenize them"
+                )
         tools = None if settings.hide_tools and chat.tool_choice == "none" else chat.tools
         return replace(chat, tools=tools, variables={**settings.chat_template_kwargs, **chat.variables})
 

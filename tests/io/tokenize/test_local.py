@@ -243,11 +243,14 @@ def test_flags_of_the_engine_change_prompts(tmp_path: Path) -> None:
 
 
 def test_chats_that_sglang_reads_its_own_way_are_left_to_it(tmp_path: Path) -> None:
-    tokenizer = load(directory(tmp_path, family("byte-level-bpe"), chat_template=CHATML), engine="sglang")
-    assert tokenizer.tokenize(request(messages=[user("x")]))
+    source = "{% for m in messages %}{% for c in m.content %}{{ c }} {% endfor %}{% endfor %}"
+    tokenizer = load(directory(tmp_path, family("byte-level-bpe"), chat_template=source), engine="sglang")
+    plain = tokenizer.tokenize(request(messages=[user("xyz")]))
+    assert plain == [Tokens(tokenizer.encode("x y z ", add_special_tokens=False))]
     for body in (
         request(messages=[user("x")], tools=[{"type": "function", "function": {"name": "f"}}]),
         request(messages=[{"role": "user", "content": [{"type": "text", "text": "x"}]}]),
+        request(messages=[user("x")], add_generation_prompt=False, continue_final_message=True),
     ):
         with pytest.raises(UnsupportedRequestError, match="SGLang"):
             tokenizer.tokenize(body)
