@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import zmq
@@ -126,6 +126,17 @@ class KvEventPublisher:
                 await asyncio.sleep(0.02)  # ZMQ closes sockets in a thread of its own
         return None
 
+    def source(self) -> dict[str, Any]:
+        """Return what vLLM says of a publisher at /kv_event_sources."""
+        return {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": self.endpoint,
+            "replay_endpoint": self.replay_endpoint or None,
+            "buffer_steps": self.settings.buffer_steps,
+            "topic": self.settings.topic,
+        }
+
     def publish(self, events: list[KvEvent], _: float) -> None:
         """Send what one step changed. The batch is stamped with the time of day."""
         payload = encode_batch(events, time.time(), self.rank, lora_ids=self._lora_ids, form=self.settings.form)
@@ -154,7 +165,7 @@ class KvEventPublisher:
 
     def _bind(self, kind: int, port: int) -> tuple[zmq.asyncio.Socket, str]:
         socket = self._context.socket(kind)
-        socket.setsockopt(zmq.IPV6, 1)
+        socket.setsockopt(zmq.IPV6, int(self._host.startswith("[")))
         socket.setsockopt(zmq.SNDHWM, max(100_000, 2 * (self.settings.buffer_steps + 1)))
         try:
             socket.bind(f"tcp://{self._host}:{port or '*'}")

@@ -297,18 +297,7 @@ class EngineServer:
         return _json({"reset": all(done)})
 
     async def _kv_event_sources(self, _: web.Request) -> web.Response:
-        sources = {
-            str(publisher.rank): {
-                "enable_kv_cache_events": True,
-                "publisher": "zmq",
-                "endpoint": publisher.endpoint,
-                "replay_endpoint": publisher.replay_endpoint or None,
-                "buffer_steps": publisher.settings.buffer_steps,
-                "topic": publisher.settings.topic,
-            }
-            for publisher in self._publishers
-        }
-        return _json(sources)
+        return _json({str(publisher.rank): publisher.source() for publisher in self._publishers})
 
     async def _kv_event_faults(self, request: web.Request) -> web.Response:
         try:
