@@ -157,6 +157,7 @@ class SequenceTracker:
             self._trusted = False
             if self._is_empty():
                 self.first = None
+            self._retains = None
             self._retry_at = -inf
             self._give_up_at = inf
             self._ask(now)
