@@ -249,9 +249,12 @@ async def test_a_peer_that_does_not_speak_redis_is_an_error():
     async def greet(_, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
         await writer.drain()
+        writer.close()
+        await writer.wait_closed()
 
     server = await asyncio.start_server(greet, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     with pytest.raises(RedisUnavailableError, match="Protocol"):
         await RedisConnection.open(RedisSettings("127.0.0.1", port))
     server.close()
+    await server.wait_closed()
