@@ -218,7 +218,7 @@ class BlockTable:
         self.dead -= step
 
     def _has_copies(self, row: int) -> bool:
-        return any([pool.copies[row] for pool in self.pools])
+        return any(pool.copies[row] for pool in self.pools)
 
     def _name(self, row: int, key: int) -> None:
         """Give a row its meaning, or, when the engine uses one hash for different blocks, its latest."""

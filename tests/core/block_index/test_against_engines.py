@@ -7,6 +7,7 @@ prefixes, so they share no hash, no mask and no table with the index.
 import random
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -66,7 +67,7 @@ class Engine:
             events.append(self.drop(block))
             free.append(block)
         bounds = sorted({first, len(wanted), *(self.rng.randint(first, len(wanted)) for _ in range(pieces))})
-        for start, end in zip(bounds, bounds[1:], strict=False):
+        for start, end in pairwise(bounds):
             for content in wanted[start:end]:
                 self.blocks[free.pop()] = content
             events.append(self.stored(space, tokens, wanted, start, end))
