@@ -110,6 +110,11 @@ class Ownership:
         """Owned blocks over all models."""
         return sum(map(len, self._models.values()))
 
+    @property
+    def blocks(self) -> dict[str, int]:
+        """Owned blocks by model."""
+        return {model: len(holdings) for model, holdings in self._models.items()}
+
     def holding(self, model: str, block: int) -> Holding | None:
         """Return what is held of a block by its standardized hash; it is the caller's to read only."""
         holdings = self._models.get(model)

