@@ -36,10 +36,13 @@ class Chain:
     def shared(self, start: int, tail: memoryview, width: int) -> int:
         """Count the leading blocks common with a prompt that is equal up to block `start` and goes on with `tail`."""
         mine = self._tail
-        low, high = 0, min(len(mine), len(tail)) // width
+        other = bytes(tail[: len(mine)])
+        low, high = 0, len(other) // width
+        if other == mine:
+            low = high
         while low < high:
             middle = (low + high + 1) // 2
-            if mine[low * width : middle * width] == tail[low * width : middle * width]:
+            if mine[low * width : middle * width] == other[low * width : middle * width]:
                 low = middle
             else:
                 high = middle - 1
@@ -73,7 +76,7 @@ class KeyChains:
         if not pages:
             return Chain(array("Q", block_keys(root, data, block_size, blocks, suffixes)), b"")
         page = page_blocks * width
-        fingerprint = xxh3_128_intdigest(repr(sorted(suffixes.items())).encode(), root)
+        fingerprint = xxh3_128_intdigest(repr(sorted(suffixes.items())).encode(), root) if suffixes else root
         fingerprints = [
             fingerprint := xxh3_128_intdigest(data[start : start + page], fingerprint & _SEED_MASK)
             for start in range(0, pages * page, page)

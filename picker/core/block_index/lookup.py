@@ -98,7 +98,9 @@ class Lookup:
     def _prefixes(self, prompt: Prompt, layout: Layout, shape: PoolShape, members: int) -> Matches:
         chain = prompt.chain(shape.block_size)
         starts = self._known(chain, layout, members)
-        found = advance(chain.keys, prompt.usable(shape.block_size), starts, self._lanes_of(shape, held=False))
+        found = advance(
+            memoryview(chain.keys), prompt.usable(shape.block_size), starts, self._lanes_of(shape, held=False)
+        )
         chain.matches[layout] = (self._clock, found)
         return found
 
