@@ -258,3 +258,24 @@ async def test_a_peer_that_does_not_speak_redis_is_an_error():
         await RedisConnection.open(RedisSettings("127.0.0.1", port))
     server.close()
     await server.wait_closed()
+
+
+async def test_four_sidecars_and_a_redis_that_dies_in_between(redis_server, background, until):
+    sidecars = [Sidecar(redis_server.settings, pod=f"pod-{number}.ns") for number in range(4)]
+    for sidecar in sidecars:
+        background(sidecar.writer.run())
+    for step in range(120):
+        for number, sidecar in enumerate(sidecars):
+            sidecar.apply(stored([step], [step, 0], parent=step - 1 if step else None))
+            if step % (number + 2) == 1:
+                sidecar.apply(BlockRemoved((step - 1,)))
+        if step == 40:
+            redis_server.kill()
+        if step == 80:
+            redis_server.start()
+        await asyncio.sleep(0.002)
+    await until(lambda: all(sidecar.writer.in_step for sidecar in sidecars))
+    async with redis_server.client() as client:
+        for sidecar in sidecars:
+            expected = {f"qwen@{block}" for block, _ in sidecar.ownership.holdings("qwen")}
+            assert (await owned(client, sidecar.writer._owner)).keys() == expected
