@@ -6,6 +6,7 @@ and what to do, everything at once.
 
 from __future__ import annotations
 
+import ipaddress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from picker.app import config_scheduler
-from picker.app.config_settings import Config, Listen, Scrape, StaticEndpoints, TlsMode
+from picker.app.config_settings import Config, Listen, Predict, Scrape, StaticEndpoints, TlsMode
 from picker.core.plugins.registry import SchedulerSpec
 from picker.core.strict import ConfigError, Findings, Problem, decode
 from picker.io import strict_yaml
@@ -28,7 +29,7 @@ _OF_KTHENA = {
     "auth": "remove it: authentication is Envoy's, and only `scheduler` of Kthena's configuration is read here",
     "sessionSticky": "remove it: sessions are not pinned, and only `scheduler` of Kthena's configuration is read here",
 }
-_AT_START = (("listen",), ("log", "format"), ("debug",))
+_AT_START = (("listen",), ("predict",), ("log", "format"), ("debug",))
 """What is read once, when the process starts."""
 
 
@@ -51,6 +52,7 @@ def load(document: str | bytes) -> Loaded:
     findings.check()
     _check_listen(config.listen, findings)
     _check_scrape(config.scrape, findings)
+    _check_predict(config.predict, findings)
     scheduler, spec = config_scheduler.settle(config.scheduler, "scheduler", findings)
     endpoints = config.endpoints
     if isinstance(endpoints, StaticEndpoints):
@@ -113,6 +115,12 @@ def _check_listen(listen: Listen, findings: Findings) -> None:
             findings.warn(f"listen.tls.{name}", f"is not used with mode: {tls.mode}; use mode: files")
     if tls.mode is not TlsMode.SELF_SIGNED and tls.names:
         findings.warn("listen.tls.names", f"is not used with mode: {tls.mode}; use mode: self-signed")
+
+
+def _check_predict(predict: Predict, findings: Findings) -> None:
+    loopback = ipaddress.ip_address(predict.listen.rpartition(":")[0].strip("[]")).is_loopback
+    if predict.enabled and not loopback and not predict.token_environment:
+        findings.warn("predict.listen", "lets other machines ask what prompts are cached; set tokenEnvironment")
 
 
 def _check_scrape(scrape: Scrape, findings: Findings) -> None:

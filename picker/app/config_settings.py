@@ -103,6 +103,8 @@ class Exchange(Struct, frozen=True, rename="camel"):
 
     fallbacks: Annotated[int, Meta(ge=0, le=16)] = 2
     """Further endpoints named after the picked one, for Envoy to retry on."""
+    decision_seconds: Annotated[float, Meta(ge=0.001, le=60)] = 0.1
+    """How long a decision waits for the tokens of its prompt, and for Redis, in seconds; then it is made without."""
     max_body_bytes: _Bytes = 16 * 1024 * 1024
     """Request body that is kept for a decision, in bytes. A longer one is routed by load only."""
     max_buffered_bytes: Annotated[int, Meta(ge=1024, le=2**40)] = 1024 * 1024 * 1024
@@ -113,6 +115,19 @@ class Exchange(Struct, frozen=True, rename="camel"):
     """How long `auto` waits for evidence, in seconds."""
     retry_after_seconds: Annotated[int, Meta(ge=0, le=86_400)] = 1
     """`Retry-After` of answers that refuse a request for lack of endpoints, in seconds."""
+
+
+class Predict(Struct, frozen=True, rename="camel"):
+    """The listener for `POST /v1/cache/predict`, there while `kvcache-aware` is enabled. Changes need a restart."""
+
+    enabled: bool = True
+    """Whether there is one."""
+    listen: _Listen = "127.0.0.1:9091"
+    """Its address. What it says tells what others have asked: set a token before other machines can reach it."""
+    token_environment: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_]*$", max_length=256)] = ""
+    """The environment variable with the bearer token that callers must bring; left out: none."""
+    requests_per_second: Annotated[float, Meta(gt=0, le=1e6)] = 100.0
+    """Requests that are answered in a second, of all callers together."""
 
 
 class StaticEndpoints(Struct, frozen=True):
@@ -204,6 +219,8 @@ class Config(Struct, frozen=True):
     """How the load of engines is read."""
     scheduler: SchedulerConfig = SchedulerConfig()
     """How an endpoint is chosen. A Kthena `routerConfiguration` pastes in here."""
+    predict: Predict = Predict()
+    """The listener for predictions."""
     log: Log = Log()
     """What is logged."""
     debug: Debug = Debug()

@@ -18,6 +18,7 @@ from aiohttp import web
 
 from picker.app.config import Config, ConfigError, Loaded, effective, load_file
 from picker.app.config_settings import FileEndpoints, TlsMode, Transport
+from picker.app.kvcache import KvCachePart, PredictError
 from picker.app.reload import ConfigFile
 from picker.core.director import Director
 from picker.core.endpoints import Endpoint, EndpointTable
@@ -59,6 +60,9 @@ def run(options: argparse.Namespace) -> int:
     except OSError as error:
         logger.error("The picker cannot start; free the port or change `listen`", error=str(error))  # noqa: TRY400
         return 1
+    except PredictError as error:
+        print(error, file=sys.stderr)
+        return 2
     return 0
 
 
@@ -97,6 +101,8 @@ class Picker:
             rng=random.Random(),
             timer=time.perf_counter_ns,
         )
+        self._director.decision_seconds = config.exchange.decision_seconds
+        self._kv_cache = KvCachePart(self._director, config.predict, self._keep)
         self._service = ExtProcService(self._director, self._hub, _extproc_settings(config))
         self._scraper = Scraper(self._director, _scrape_settings(loaded), self._restarted)
         self._server = _transport(config, self._service, self._health)
@@ -113,6 +119,8 @@ class Picker:
         metrics = self._metrics
         metrics.director = self._director
         metrics.service = self._service
+        metrics.kv_cache = lambda: self._kv_cache.runtime
+        metrics.prediction_outcomes = lambda: self._kv_cache.gate.counts
         metrics.transport = self._server.counters
         metrics.scrape_outcomes = self._scraper.outcomes
         metrics.discovery_outcomes = self._discovery_outcomes
@@ -127,6 +135,9 @@ class Picker:
         self.ports["http"] = self._http.addresses[0][1]
         self.ports["admin"] = await self._admin.start(*_split(config.listen.admin))
         self.ports["extproc"] = await self._server.start(*_split(config.listen.extproc))
+        await self._kv_cache.start()
+        if self._kv_cache.port is not None:
+            self.ports["predict"] = self._kv_cache.port
         self._discover(config)
         self._scrape(config)
         self._watching = self._keep("config_file", partial(self._file.run, self._reload))
@@ -143,6 +154,7 @@ class Picker:
         for task in (self._watching, self._discovery, self._scraping):
             if task is not None:
                 task.cancel()
+        await self._kv_cache.stop()
         await self._admin.close(0.2)
         await self._http.cleanup()
         logger.info("The picker is down", open_streams=self._service.open_streams)
@@ -156,6 +168,8 @@ class Picker:
             logger.warning("A change lost what was known", note=note)
         self._director.scheduler = scheduler
         self._director.fallbacks = config.exchange.fallbacks
+        self._director.decision_seconds = config.exchange.decision_seconds
+        self._kv_cache.configure()
         self._director.table.stale_seconds = config.scrape.stale_seconds
         self._service.settings = _extproc_settings(config)
         self._scraper.settings = _scrape_settings(loaded)
@@ -180,6 +194,7 @@ class Picker:
 
     def _endpoints_changed(self, endpoints: list[Endpoint]) -> None:
         added, removed = self._director.replace_endpoints(endpoints)
+        self._kv_cache.follow()
         if added or removed:
             logger.info("The endpoints have changed", endpoints=len(self._director.table), added=added, removed=removed)
         self._not_ready = None
@@ -243,8 +258,12 @@ def _scrape_settings(loaded: Loaded) -> ScrapeSettings:
         interval=scrape.interval_seconds,
         timeout=scrape.timeout_seconds,
         path=scrape.path,
-        models_interval=scrape.models_interval_seconds if "lora-affinity" in loaded.spec.filters else None,
+        models_interval=scrape.models_interval_seconds if _models_matter(loaded) else None,
     )
+
+
+def _models_matter(loaded: Loaded) -> bool:
+    return "lora-affinity" in loaded.spec.filters or "kvcache-aware" in dict(loaded.spec.scorers)
 
 
 def _split(address: str) -> tuple[str, int]:

@@ -98,15 +98,20 @@ class Director:
         """
         added, removed = self.table.replace(endpoints)
         for slot in (*removed, *added):
-            self.forget(slot)
+            self._note_forgetting(slot)
+            for producer in self.scheduler.producers:
+                producer.forget(slot)
         return len(added), len(removed)
 
-    def forget(self, slot: int) -> None:
-        """Forget which prompts a slot holds: its endpoint is gone, or its engine restarted."""
+    def restarted(self, slot: int) -> None:
+        """Forget which prompts a slot holds: its engine restarted with an empty cache."""
+        self._note_forgetting(slot)
+        for producer in self.scheduler.producers:
+            producer.restarted(slot)
+
+    def _note_forgetting(self, slot: int) -> None:
         self._forgets += 1
         self._forgotten[slot] = self._forgets
-        for producer in self.scheduler.producers:
-            producer.forget(slot)
 
     def served_by(self, finish: Finish, picked: int | None, routed_after: int) -> int | None:
         """The slot that holds the prompt of a request that succeeded, or None when none does.

@@ -65,7 +65,8 @@ class EngineMetrics(Struct, frozen=True):
 
     `waiting` and `running` are requests, `kv_usage` is 0..1, `ttft` and `tpot` are the mean seconds to the first
     and to each further token since the scrape before (0 when there was no traffic yet), `models` are the names the
-    engine serves, adapters included.
+    engine serves, adapters included, `bases` those of its base model, and `started_at` is when its process started, in
+    Unix seconds.
     """
 
     waiting: float | None = None
@@ -74,6 +75,8 @@ class EngineMetrics(Struct, frozen=True):
     ttft: float | None = None
     tpot: float | None = None
     models: frozenset[str] | None = None
+    bases: tuple[str, ...] | None = None
+    started_at: float | None = None
 
 
 class EndpointTable:
@@ -89,6 +92,8 @@ class EndpointTable:
         """By slot; a free slot holds `NOBODY`."""
         self.generation: list[int] = []
         self.models: list[frozenset[str] | None] = []
+        self.bases: list[tuple[str, ...] | None] = []
+        self.started_at: list[float | None] = []
         self.in_flight: Integers = np.zeros(0, np.int64)
         self.waiting: Floats = np.zeros(0)
         self.running: Floats = np.zeros(0)
@@ -165,6 +170,8 @@ class EndpointTable:
         self._most_waiting = None
         if metrics.models is not None:
             self.models[slot] = metrics.models
+            self.bases[slot] = metrics.bases
+        self.started_at[slot] = metrics.started_at
         self.observed_at[slot] = now
 
     def expire(self, now: float) -> int:
@@ -180,6 +187,8 @@ class EndpointTable:
             self.endpoints.append(NOBODY)
             self.generation.append(0)
             self.models.append(None)
+            self.bases.append(None)
+            self.started_at.append(None)
             self._grow(slot + 1)
         self.endpoints[slot] = endpoint
         self._by_identity[endpoint.identity] = slot
@@ -195,7 +204,7 @@ class EndpointTable:
         self.generation[slot] += 1
 
     def _clear(self, slot: int) -> None:
-        self.models[slot] = None
+        self.models[slot] = self.bases[slot] = self.started_at[slot] = None
         self.in_flight[slot] = 0
         self.observed_at[slot] = -np.inf
         for array in (self.waiting, self.running, self.kv_usage, self.ttft, self.tpot):

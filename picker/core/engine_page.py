@@ -70,6 +70,7 @@ class PageReader:
             kv_usage=sum(usage) / len(usage) if usage else None,
             ttft=self._ttft.mean,
             tpot=self._tpot.mean,
+            started_at=started,
         )
         return metrics, restarted
 

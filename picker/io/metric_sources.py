@@ -14,6 +14,8 @@ from picker.core.endpoints import Floats
 from picker.core.plugins.prefix_cache import PrefixCacheProducer
 from picker.core.prefix_cache.index import PrefixIndex
 from picker.io.extproc.service import ExtProcService
+from picker.io.kvcache.metrics import kv_cache_readings
+from picker.io.kvcache.runtime import KvCacheRuntime
 from picker.io.metric_families import MAX_MODELS, Family, Labels, ModelLabels, Reading, Readings
 from picker.io.transport.counters import TransportCounters
 
@@ -28,6 +30,8 @@ class Sources:
         self.scrape_outcomes: Mapping[str, int] = {}
         self.discovery_outcomes: Callable[[], Mapping[str, int]] = dict
         self.reload_outcomes: Callable[[], Mapping[str, int]] = dict
+        self.prediction_outcomes: Callable[[], Mapping[str, int]] = dict
+        self.kv_cache: Callable[[], KvCacheRuntime | None] = lambda: None
         self.models = ModelLabels()
 
     def prefix_indexes(self) -> Iterable[PrefixIndex]:
@@ -157,6 +161,7 @@ class Sources:
                 "Open connections of ext_proc: some for each Envoy.",
                 lambda: [((), self.transport.connections_open)] if self.transport else (),
             ),
+            *kv_cache_readings(self),
             counter(
                 "model_label_overflow_total",
                 "",

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from enum import StrEnum
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -21,6 +22,7 @@ MAX_PAGE_BYTES = 8 * 1024 * 1024
 """A page that is longer is not an engine's; real ones have some hundred kilobytes."""
 
 
+_NO_MODELS: dict[str, Any] = {"models": None}
 _HEADERS = {"accept": "text/plain, application/json", "accept-encoding": "identity", "user-agent": "picker"}
 
 
@@ -57,6 +59,7 @@ class _Models(Struct):
 
 class _Model(Struct):
     id: str
+    parent: str | None = None
 
 
 class Scraper:
@@ -101,7 +104,7 @@ class Scraper:
         table = self._director.table
         endpoint = table.endpoints[slot]
         reader = PageReader(endpoint.engine)
-        models: frozenset[str] | None = None
+        models = _NO_MODELS
         models_at = -float("inf")
         while True:
             started = time.monotonic()
@@ -110,15 +113,15 @@ class Scraper:
                 every = self.settings.models_interval
                 if every is not None and started - models_at >= every:
                     models_at = started
-                    models = _model_names(await self._get(endpoint, "/v1/models"))
+                    models = _models(await self._get(endpoint, "/v1/models"))
                 page = await self._get(endpoint, self.settings.path)
                 if table.generation[slot] != generation:
                     return
                 metrics, restarted = reader.read(page)
                 if restarted:
-                    self._director.forget(slot)
+                    self._director.restarted(slot)
                     self._on_restart(endpoint)
-                table.observe(slot, msgspec.structs.replace(metrics, models=models), time.monotonic())
+                table.observe(slot, msgspec.structs.replace(metrics, **models), time.monotonic())
             except _ScrapeError as error:
                 outcome = error.outcome
             self.outcomes[outcome] += 1
@@ -151,7 +154,12 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
     return b"".join(parts)
 
 
-def _model_names(body: bytes) -> frozenset[str]:
+def _models(body: bytes) -> dict[str, Any]:
+    """The fields of `EngineMetrics` about models. An adapter names the model that it belongs to as its parent."""
     with suppress(msgspec.DecodeError, RecursionError):
-        return frozenset(model.id for model in msgspec.json.decode(body, type=_Models).data)
+        cards = msgspec.json.decode(body, type=_Models).data
+        return {
+            "models": frozenset(card.id for card in cards),
+            "bases": tuple(card.id for card in cards if card.parent is None),
+        }
     raise _ScrapeError(Outcome.MALFORMED)

@@ -267,7 +267,7 @@ def test_of_two_endpoints_with_one_address_the_first_counts():
 def test_an_engine_restart_forgets_prompts_but_not_requests():
     made = director(A)
     ticket = made.route(made.decide(asking("abcdef")))
-    made.forget(0)
+    made.restarted(0)
     assert matched(made, "abcdef") == {}
     assert flights(made) == {A: 1}
     ticket.finish(failed())
@@ -399,7 +399,7 @@ class Traffic(RuleBasedStateMachine):
     def restart(self, data):
         if self.births:
             one = data.draw(st.sampled_from(sorted(self.births)))
-            self.made.forget(self.made.table.slot_of(one[1]))
+            self.made.restarted(self.made.table.slot_of(one[1]))
             self.forget_birth(self.births[one])
 
     @invariant()

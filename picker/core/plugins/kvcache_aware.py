@@ -7,6 +7,7 @@ decision at once, and `direct` needs neither Redis nor sidecars.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -30,6 +31,7 @@ TOKENS = "tokens"
 OWNERS = "owners"
 """In `Request.prepared`, in redis mode: an `OwnedPrefix` for each of them, or None for a prompt nobody can own."""
 
+_MOST_MODELS = 100
 _ANY = HashContext()
 
 
@@ -44,6 +46,12 @@ class KvCacheProducer:
     name = NAME
 
     def __init__(self, args: KvCacheArgs, _: object = None) -> None:
+        self.picks: Counter[int] = Counter()
+        """Requests sent, by slot."""
+        self.lookups: Counter[str] = Counter()
+        """Prompts looked up, by model or adapter; at most `_MOST_MODELS` of them."""
+        self.matched_models: set[str] = set()
+        """Those of which a prompt has matched."""
         self._take(args)
 
     def reconfigure(self, args: KvCacheArgs) -> bool:
@@ -78,11 +86,24 @@ class KvCacheProducer:
                     self._held(one, prompt, None if owners is None else owners[number], candidates), most
                 )
         info = MatchInfo(matched[candidates.slots].astype(np.int64), total, "tokens")
-        return KvCacheMatch(self.index, prompts, info)
+        self._count(tokens[0], bool(info.matched.any()))
+        return KvCacheMatch(self, prompts, info)
+
+    def _count(self, tokens: TokenPrompt, found: bool) -> None:
+        model = tokens.lora or tokens.model
+        if model in self.lookups or len(self.lookups) < _MOST_MODELS:
+            self.lookups[model] += 1
+            if found:
+                self.matched_models.add(model)
 
     def forget(self, slot: int) -> None:
         """Forget an endpoint, at once; what it held is swept out later."""
         self.index.forget(slot)
+        self.hashes.forget(slot)
+        del self.picks[slot]
+
+    def restarted(self, slot: int) -> None:
+        """Forget what a sidecar said that does not know of it; engines' own events, and Redis, tell it themselves."""
         self.hashes.forget(slot)
 
     def prompt(self, tokens: TokenPrompt) -> Prompt:
@@ -129,12 +150,14 @@ class KvCacheProducer:
 class KvCacheMatch(Struct, frozen=True, gc=False):
     """A request's prompts and who has how many of their tokens."""
 
-    index: BlockIndex
+    producer: KvCacheProducer
     prompts: Sequence[Prompt]
     info: MatchInfo
 
     def picked(self, slot: int) -> KvCacheLearning:
-        return KvCacheLearning(self.index, [self.index.hold(slot, prompt) for prompt in self.prompts])
+        index = self.producer.index
+        self.producer.picks[slot] += 1
+        return KvCacheLearning(index, [index.hold(slot, prompt) for prompt in self.prompts])
 
 
 class KvCacheLearning(Struct, frozen=True, gc=False):

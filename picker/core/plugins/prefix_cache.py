@@ -80,6 +80,9 @@ class PrefixCacheProducer:
     def forget(self, slot: int) -> None:
         self.index.forget(slot)
 
+    def restarted(self, slot: int) -> None:
+        self.index.forget(slot)
+
 
 class PrefixMatch(Struct, frozen=True, gc=False):
     """A prompt's blocks and who has how many of them."""

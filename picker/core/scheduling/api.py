@@ -89,7 +89,10 @@ class Producer(Protocol):
         """Take new arguments over; False when what was known had to go."""
 
     def forget(self, slot: int) -> None:
-        """The slot's endpoint is gone, or its engine restarted with an empty cache."""
+        """The slot's endpoint is gone."""
+
+    def restarted(self, slot: int) -> None:
+        """Metrics say that the slot's engine restarted with an empty cache."""
 
 
 class Match(Protocol):

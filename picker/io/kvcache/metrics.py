@@ -1,0 +1,139 @@
+"""What a scrape reads of `kvcache-aware`. Empty while it is not enabled."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Protocol
+
+from picker.io.kvcache.runtime import KvCacheRuntime
+from picker.io.metric_families import Family, Labels, Reading, Readings
+
+
+class Owner(Protocol):
+    """Who knows the runtime in force, and how predictions ended."""
+
+    @property
+    def kv_cache(self) -> Callable[[], KvCacheRuntime | None]: ...
+
+    @property
+    def prediction_outcomes(self) -> Callable[[], Mapping[str, int]]: ...
+
+
+def kv_cache_readings(owner: Owner) -> list[Family]:
+    """Return the metrics of the runtime in force."""
+    gauge, counter = partial(Reading, "gauge"), partial(Reading, "counter")
+
+    def read(what: Callable[[KvCacheRuntime], Readings]) -> Callable[[], Readings]:
+        def now() -> Readings:
+            current = owner.kv_cache()
+            return () if current is None else what(current)
+
+        return now
+
+    return [
+        counter(
+            "kvcache_preparations_total",
+            "outcome",
+            "Requests that kvcache-aware got ready for their decision. Anything but `ok` was decided without its scores: "
+            "look at tokenizing for `not_tokenized` and `deadline`, at Redis for `no_owners`.",
+            read(lambda current: _each(current.outcomes)),
+        ),
+        counter(
+            "kvcache_tokenizing_total",
+            "step outcome",
+            "Attempts to tokenize, by way and how they ended; `cache`, `joined` and `request` took none. The step `chain` "
+            "counts requests that stayed without tokens.",
+            read(lambda current: list(current.chain.counts.items()) if current.chain else ()),
+        ),
+        counter(
+            "kv_events_total",
+            "kind",
+            "What came from engines or sidecars, over all endpoints. Frames must rise while requests flow; `gaps` and "
+            "`losses` mean that events were lost, `restarts` that engines were.",
+            read(lambda current: _each(current.sources.events)),
+        ),
+        counter(
+            "kv_events_dropped_total",
+            "reason",
+            "Events, frames, blocks and ownerships that could not be used. Many `removed unknown block` mean that "
+            "events were missed.",
+            read(_dropped),
+        ),
+        gauge(
+            "kv_event_lag_seconds",
+            "target address",
+            "Time from an engine's last event to its arrival, by the clocks of both, in `direct` mode.",
+            read(lambda current: _by_endpoint(current, current.sources.lag)),
+        ),
+        gauge(
+            "kv_blocks",
+            "target address",
+            "Blocks that an engine holds, as far as is known. Stays 0: its events do not come.",
+            read(_blocks),
+        ),
+        gauge(
+            "kv_sources_connected",
+            "",
+            "Endpoints whose engine, sidecar or Redis can be heard now.",
+            read(lambda current: [((), sum(map(current.sources.is_connected, current.followed)))]),
+        ),
+        gauge(
+            "kv_incomplete_endpoints",
+            "",
+            "Endpoints that may hold more than is known, as events were missed or cannot be had; not for Redis. They are "
+            "underrated, never overrated.",
+            read(lambda current: [((), current.incomplete())] if current.redis is None else ()),
+        ),
+        counter(
+            "redis_lookups_total",
+            "outcome",
+            "Prompts looked up in Redis. Anything but `ok` was decided without its answer.",
+            read(lambda current: _each(current.redis.reader.outcomes) if current.redis else ()),
+        ),
+        counter(
+            "redis_connects_total",
+            "",
+            "Connections to Redis. Rising means that it fails again and again.",
+            read(lambda current: [((), current.redis.reader.connects)] if current.redis else ()),
+        ),
+        counter(
+            "predictions_total",
+            "outcome",
+            "Answers of /v1/cache/predict.",
+            lambda: _each(owner.prediction_outcomes()),
+        ),
+    ]
+
+
+def _each(counts: Mapping[str, int]) -> Readings:
+    return [((name,), count) for name, count in counts.items()]
+
+
+def _dropped(current: KvCacheRuntime) -> Readings:
+    total: Counter[str] = Counter(current.sources.dropped)
+    for source in current.producer.index.stats():
+        total.update(source.dropped)
+        total["evicted"] += source.evicted
+    return _each(total)
+
+
+def _by_endpoint(current: KvCacheRuntime, value: Callable[[int], float | None]) -> Readings:
+    found: list[tuple[Labels, float]] = []
+    for slot, followed in current.followed.items():
+        number = value(slot)
+        if number is not None:
+            endpoint = followed.endpoint
+            found.append(((f"{endpoint.namespace}/{endpoint.name}", endpoint.address), number))
+    return found
+
+
+def _blocks(current: KvCacheRuntime) -> Readings:
+    if current.redis is not None:
+        return ()
+    blocks: Counter[int] = Counter()
+    for source in current.producer.index.stats():
+        blocks[source.slot] += source.blocks
+    hashes = current.producer.hashes
+    return _by_endpoint(current, lambda slot: blocks[slot] or hashes.blocks_of(slot))

@@ -1,0 +1,141 @@
+"""Predictions: how many tokens of a request are cached where, before anything is sent to an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from picker.core.block_index.index import BlockIndex
+from picker.core.prompts import Unused
+from picker.core.tokens.prompt import EngineRequest, TokenPrompt, read_engine_request
+from picker.io.tokenize.chain import TokenizerChain
+
+
+class Held(NamedTuple):
+    """What one endpoint will report as cached, over all prompts of a request.
+
+    `complete` is False where it may hold more than is known.
+    """
+
+    pod: str
+    tokens: int
+    blocks: int
+    complete: bool
+
+
+class Holders(Protocol):
+    """Who knows which endpoint holds what."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+
+    async def held(self, prompts: Sequence[TokenPrompt]) -> list[Held] | None:
+        """Return what every endpoint holds; None when that cannot be known now."""
+
+
+class PredictionError(Exception):
+    """No prediction can be made: `status` and text say why."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class Oracle:
+    """Predicts. Nothing is ever sent to where engines generate; they may be asked to tokenize.
+
+    `tokenizer` and `holders` give what is in force, or None while there is none.
+    """
+
+    def __init__(self, tokenizer: Callable[[], TokenizerChain | None], holders: Callable[[], Holders | None]) -> None:
+        self._tokenizer = tokenizer
+        self._holders = holders
+
+    async def predict(self, body: bytes) -> dict[str, Any]:
+        """Answer for a body that could be sent to an engine, or one with `token_ids`. Raises PredictionError.
+
+        The answer is that of seed 003. `predicted_cached_tokens` are those of the endpoint that has most; all counts are
+        sums over the prompts of the request.
+        """
+        request = read_engine_request("", body)
+        if not isinstance(request, EngineRequest):
+            raise PredictionError(400, _REASONS.get(request, f"the body has no usable prompt ({request})"))
+        tokenizer, holders = self._tokenizer(), self._holders()
+        if tokenizer is None or holders is None:
+            raise PredictionError(503, "it is not known what engines hold: enable kvcache-aware under Score")
+        tokenized = await tokenizer.tokenize(request)
+        if not tokenized.prompts:
+            raise PredictionError(503, f"the prompt could not be tokenized ({tokenized.reason})")
+        held = await holders.held(tokenized.prompts)
+        if held is None:
+            raise PredictionError(503, "the index gave no answer in time")
+        return _answer(tokenized.prompts, holders.block_size, held)
+
+
+_REASONS = {
+    Unused.NO_BODY: 'send the body of a request, or {"token_ids": [...]}',
+    Unused.UNKNOWN_PATH: "the body has none of messages, prompt, input and token_ids",
+    Unused.EMPTY: "the prompt is empty",
+}
+
+
+def _answer(prompts: Sequence[TokenPrompt], block_size: int, held: Sequence[Held]) -> dict[str, Any]:
+    total = sum(len(prompt.token_ids) for prompt in prompts)
+    best = max(held, key=lambda one: one.tokens, default=Held("", 0, 0, complete=False))
+    return {
+        "predicted_cached_tokens": best.tokens,
+        "total_prompt_tokens": total,
+        "blocks_total": sum(len(prompt.token_ids) // block_size for prompt in prompts),
+        "blocks_cached": best.blocks,
+        "cache_hit_ratio": best.tokens / total if total else 0.0,
+        "pod_affinities": [
+            {"pod_id": one.pod, "cached_blocks": one.blocks, "cached_tokens": one.tokens, "complete": one.complete}
+            for one in sorted(held, key=lambda one: (-one.tokens, one.pod))
+        ],
+    }
+
+
+class EngineHolder:
+    """The one engine whose events feed slot 0 of an index."""
+
+    def __init__(self, index: BlockIndex, pod: str, complete: Callable[[], bool], block_size: int = 16) -> None:
+        self._index = index
+        self._pod = pod
+        self._complete = complete
+        self._default = block_size
+
+    @property
+    def block_size(self) -> int:
+        return block_size_of(self._index) or self._default
+
+    async def held(self, prompts: Sequence[TokenPrompt]) -> list[Held] | None:
+        return [held_by(self._index, prompts, 0, self._pod, self.block_size, complete=self._complete())]
+
+
+def held_by(
+    index: BlockIndex, prompts: Sequence[TokenPrompt], slot: int, pod: str, block_size: int, *, complete: bool
+) -> Held:
+    """Return what an endpoint holds by its own events."""
+    tokens = 0
+    for prompt in prompts:
+        media = [(item.identifier, item.offset, item.length) for item in prompt.multimodal]
+        prediction = index.predict(
+            index.prompt(
+                "",
+                prompt.token_ids,
+                adapter=prompt.lora,
+                cache_salt=prompt.cache_salt,
+                media=media,
+                reads_cache=prompt.reads_cache,
+            ),
+            slot,
+        )
+        tokens += prediction.cached_tokens
+        complete = complete and prediction.complete
+    return Held(pod, tokens, tokens // block_size, complete)
+
+
+def block_size_of(index: BlockIndex) -> int | None:
+    """Return the block size that engines use, as their events say; the smallest of several engines'."""
+    return min((max(source.block_sizes) for source in index.stats() if source.block_sizes), default=None)

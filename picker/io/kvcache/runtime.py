@@ -1,0 +1,246 @@
+"""What `kvcache-aware` needs while it is enabled: sources of what engines hold, and tokens for every request.
+
+One runtime stands for one set of arguments; another one takes over when they change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import Any
+
+import structlog
+from msgspec.structs import replace
+
+from picker.core.director import Director
+from picker.core.exchange.effects import Decide
+from picker.core.plugins.kvcache_args import IndexMode, KvCacheArgs
+from picker.core.plugins.kvcache_aware import OWNERS, TOKENS, KvCacheProducer, standard_hashes, standard_model
+from picker.core.scheduling.api import Request
+from picker.core.tokens.prompt import EngineRequest, ModelNames, TokenPrompt, read_engine_request
+from picker.io.kvcache.direct import DirectSources
+from picker.io.kvcache.memory import MemorySources
+from picker.io.kvcache.oracle import Held, block_size_of, held_by
+from picker.io.kvcache.redis import RedisOwners
+from picker.io.kvcache.sources import Followed, Sources
+from picker.io.kvcache.tokenizers import open_tokenizers
+from picker.io.kvcache.watch import Watch
+from picker.io.tokenize.chain import TokenizerChain
+from picker.io.tokenize.remote import Target, engine_targets
+
+logger = structlog.get_logger(__name__)
+
+_USUAL_PORTS = {"vllm": KvCacheArgs().vllm_tokenizer_port, "sglang": KvCacheArgs().sglang_tokenizer_port}
+_TEND_SECONDS = 0.5
+_SWEEP_SECONDS = 0.02
+_SWEPT = 500
+_TOKENIZING_SHARE = 0.8
+"""Of the time for a preparation; the rest is for what comes after it."""
+
+
+class KvCacheRuntime:
+    """See the module. It is the director's `Preparation`, and knows what every endpoint holds.
+
+    `outcomes` counts preparations: `ok`, `not_tokenized`, `no_owners` (Redis gave no answer), `deadline`, `unusable`
+    (a body that is no request of an engine), `starting`.
+    """
+
+    def __init__(self, director: Director, producer: KvCacheProducer) -> None:
+        args = producer.args
+        self.producer = producer
+        self.outcomes: Counter[str] = Counter(dict.fromkeys(("ok", "not_tokenized", "deadline"), 0))
+        self.chain: TokenizerChain | None = None
+        self.redis: RedisOwners | None = None
+        self.sources: Sources
+        if args.index_mode is IndexMode.DIRECT:
+            self.sources = DirectSources(producer.index, args)
+        elif args.index_mode is IndexMode.MEMORY:
+            self.sources = MemorySources(producer, args)
+        else:
+            self.sources = self.redis = RedisOwners(producer, args, director.table)
+        self.args = args
+        self._director = director
+        self.followed: dict[int, Followed] = {}
+        self._targets: Sequence[Target] = ()
+        self._watch = Watch(director.table, producer, self.sources)
+
+    def follow(self) -> None:
+        """Take over the endpoints of the director's table. To be called whenever they changed, before anything else."""
+        table = self._director.table
+        self.followed = {slot: Followed(table.generation[slot], table.endpoints[slot]) for slot in table.slots.tolist()}
+        args = self.args
+        ports = {"vllm": args.vllm_tokenizer_port, "sglang": args.sglang_tokenizer_port}
+        ports = {engine: port for engine, port in ports.items() if port != _USUAL_PORTS[engine]}
+        endpoints = [replace(followed.endpoint, model="") for followed in self.followed.values()]
+        self._targets = engine_targets(endpoints, ports)
+        self.sources.follow(self.followed)
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+        self.follow()
+        async with AsyncExitStack() as stack:
+            self.chain = await open_tokenizers(self.args, lambda: self._targets, stack)
+            logger.info(
+                f"KVCacheAware: {self.args.index_mode} mode active, runtimePort={self.args.runtime_port}",  # noqa: G004  Kthena's words
+                tokenizers=[str(way) for way in self.args.ways],
+            )
+            try:
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(self.sources.run())
+                    group.create_task(self._tend())
+                    group.create_task(self._sweep())
+            finally:
+                self.chain = None
+
+    def begin(self, asked: Decide, request: Request, seconds: float) -> Awaitable[Mapping[str, Any]] | None:
+        """See `Preparation`."""
+        chain = self.chain
+        if chain is None:
+            self.outcomes["starting"] += 1
+            return None
+        wanted = read_engine_request(request.path, asked.body)
+        if not isinstance(wanted, EngineRequest):
+            self.outcomes["unusable"] += 1
+            return None
+        return self._prepare(chain, wanted, seconds)
+
+    async def _prepare(self, chain: TokenizerChain, wanted: EngineRequest, seconds: float) -> Mapping[str, Any]:
+        found: dict[str, Any] = {}
+        outcome = "ok"
+        try:
+            async with asyncio.timeout(seconds):
+                tokenized = await chain.tokenize(wanted)
+                if not tokenized.prompts:
+                    outcome = "not_tokenized"
+                else:
+                    found[TOKENS] = tokenized.prompts
+                    self._watch.asked_for(tokenized.prompts[0])
+                    if self.redis is not None:
+                        owners = await self.redis.owners(tokenized.prompts)
+                        if owners is None:
+                            outcome = "no_owners"
+                        else:
+                            found[OWNERS] = owners
+        except TimeoutError:
+            outcome = "deadline"
+        self.outcomes[outcome] += 1
+        return found
+
+    @property
+    def block_size(self) -> int:
+        return self.producer.block_size
+
+    async def held(self, prompts: Sequence[TokenPrompt]) -> list[Held] | None:
+        """See `Holders`."""
+        if self.redis is not None:
+            return await self._owned(prompts)
+        found = []
+        for slot, followed in self.followed.items():
+            complete, pod = self.sources.is_complete(slot), followed.endpoint.name
+            by_events = held_by(self.producer.index, prompts, slot, pod, self.block_size, complete=complete)
+            found.append(self._by_hashes(prompts, slot, pod, by_events))
+        return found
+
+    def _by_hashes(self, prompts: Sequence[TokenPrompt], slot: int, pod: str, by_events: Held) -> Held:
+        """What a sidecar's hashes say, where it sends nothing better."""
+        hashes, size = self.producer.hashes, self.block_size
+        if not hashes.blocks_of(slot):
+            return by_events
+        blocks = 0
+        for prompt in prompts:
+            model = standard_model(prompt)
+            if model is not None:
+                blocks += sum(n for n, _ in hashes.match(model, standard_hashes(prompt, size, None), 1 << slot))
+        return Held(pod, blocks * size, blocks, self.sources.is_complete(slot))
+
+    async def _owned(self, prompts: Sequence[TokenPrompt]) -> list[Held] | None:
+        assert self.redis is not None  # noqa: S101  the caller looked
+        owners = await self.redis.all_owners(prompts)
+        if owners is None:
+            return None
+        blocks: Counter[int] = Counter()
+        for owned in owners:
+            for count, mask in owned.groups if owned else ():
+                for slot in self.followed:
+                    blocks[slot] += count if mask >> slot & 1 else 0
+        # Redis does not say whether a sidecar has missed anything.
+        return [
+            Held(followed.endpoint.name, blocks[slot] * self.block_size, blocks[slot], complete=False)
+            for slot, followed in self.followed.items()
+        ]
+
+    def incomplete(self) -> int:
+        """Return how many endpoints may hold more than is known."""
+        gaps = {source.slot for source in self.producer.index.stats() if source.incomplete_since is not None}
+        return sum(slot in gaps or not self.sources.is_complete(slot) for slot in self.followed)
+
+    def stats(self) -> list[dict[str, Any]]:
+        """Return what is known of every endpoint, by its ranks, for people."""
+        ranks: dict[int, dict[str, Any]] = {slot: {} for slot in self.followed}
+        for source in self.producer.index.stats():
+            if source.slot in ranks:
+                ranks[source.slot][str(source.rank)] = {
+                    "blocks": source.blocks,
+                    "block_sizes": source.block_sizes,
+                    "complete": source.incomplete_since is None,
+                    "evicted": source.evicted,
+                    "dropped": dict(source.dropped),
+                }
+        found = []
+        for slot, followed in self.followed.items():
+            seen = self.sources.stats(slot)
+            for rank, more in seen.pop("ranks", {}).items():
+                own = ranks[slot].setdefault(rank, {})
+                dropped = Counter(more.pop("dropped", {})) + Counter(own.get("dropped", {}))
+                own.update(more, complete=bool(more["complete"] and own.get("complete")), dropped=dict(dropped))
+            endpoint = followed.endpoint
+            found.append({"pod_id": endpoint.name, "address": endpoint.address, **seen, "ranks": ranks[slot]})
+        return found
+
+    async def _tend(self) -> None:
+        while True:
+            self.sources.tend()
+            self._name_models()
+            now = time.time()
+            self.producer.index.expire(now)
+            size = block_size_of(self.producer.index) if self.redis is None else None
+            if size is not None and size != self.producer.block_size:
+                logger.warning(
+                    "Engines use other blocks than blockSizeToHash says; theirs are used",
+                    configured=self.args.block_size_to_hash,
+                    engines=size,
+                )
+                self.producer.block_size = size
+            self._watch.look()
+            await asyncio.sleep(_TEND_SECONDS)
+
+    def _name_models(self) -> None:
+        """Tell the tokenizers what engines call their model, and how long they have."""
+        table, chain = self._director.table, self.chain
+        if chain is None:
+            return
+        names: dict[str, None] = {}
+        for slot in self.followed:
+            names |= dict.fromkeys(table.bases[slot] or ())
+        for followed in self.followed.values():
+            if followed.endpoint.model:
+                names.setdefault(followed.endpoint.model)
+        deadline = self._director.decision_seconds * _TOKENIZING_SHARE
+        settings = replace(
+            chain.settings,
+            deadline=deadline,
+            names=ModelNames(tuple(names), self.args.model_aliases),
+        )
+        if settings != chain.settings:
+            chain.settings = settings
+
+    async def _sweep(self) -> None:
+        """Free what was forgotten, in slices of less than a millisecond."""
+        while True:
+            busy = self.producer.index.sweep(_SWEPT)
+            if self.redis is None:
+                busy = self.producer.hashes.sweep(_SWEPT) or busy
+            await asyncio.sleep(0 if busy else _SWEEP_SECONDS)
