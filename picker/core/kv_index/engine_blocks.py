@@ -11,6 +11,7 @@ import sys
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator
+from itertools import chain
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -169,18 +170,33 @@ class EngineBlocks:
         Parents come before their children. Each list covers `most` blocks or few more. The blocks must not change
         between two of them.
         """
-        told: set[int] = set()
         events: list[BlockStored | BlockRemoved] = []
         blocks = 0
-        for name in (*self.dead, *self.live):
-            for run in self._runs(self._lineage(name, told)):
-                events.extend(self._tell(run))
-                blocks += len(run)
+        for run in self._runs(most):
+            events.extend(self._tell(run))
+            blocks += len(run)
             if blocks >= most:
                 yield events
                 events, blocks = [], 0
         if events:
             yield events
+
+    def _runs(self, most: int) -> Iterator[list[int]]:
+        """All blocks, parents first, in runs that one event can tell of."""
+        told: set[int] = set()
+        run: list[int] = []
+        told_alike: object = None
+        for name in chain.from_iterable(self._lineage(start, told) for start in (*self.dead, *self.live)):
+            meaning = self.meaning(name)
+            alike = None if meaning is None else meaning.prompt, self._copies_of(name)
+            follows = meaning is not None and run and meaning.parent == run[-1]
+            if run and not (follows and alike == told_alike and len(run) < most):
+                yield run
+                run = []
+            run.append(name)
+            told_alike = alike
+        if run:
+            yield run
 
     def _lineage(self, name: int, told: set[int]) -> list[int]:
         """A block and those before it, first one first, that were not told yet."""
@@ -196,21 +212,6 @@ class EngineBlocks:
 
     def _copies_of(self, name: int) -> list[tuple[Pool, int]]:
         return [(pool, copies[name]) for pool, copies in self._copies.items() if name in copies]
-
-    def _runs(self, line: list[int]) -> Iterator[list[int]]:
-        """Cut a lineage where its blocks differ in what an event says once for all of them."""
-        run: list[int] = []
-        for name in line:
-            if run and self._tellable(run[-1]) != self._tellable(name):
-                yield run
-                run = []
-            run.append(name)
-        if run:
-            yield run
-
-    def _tellable(self, name: int) -> tuple[Prompt | None, list[tuple[Pool, int]]]:
-        meaning = self.meaning(name)
-        return None if meaning is None else meaning.prompt, self._copies_of(name)
 
     def _tell(self, run: list[int]) -> Iterator[BlockStored | BlockRemoved]:
         copies = self._copies_of(run[0])
