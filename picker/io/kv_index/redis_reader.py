@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 
 import hiredis
@@ -133,12 +133,12 @@ class RedisReader:
         if self.circuit.state(now) is not CircuitState.CLOSED:
             self._disconnect()
 
-    def _owners(self, reply: object) -> dict[bytes, bytes]:
+    def _owners(self, reply: object) -> Iterable[tuple[bytes, bytes]]:
         """Read one HGETALL: names and values in turn."""
         if not isinstance(reply, list) or len(reply) > 2 * MOST_OWNERS:
             self.owners["malformed"] += 1
-            return {}
-        return dict(zip(reply[::2], reply[1::2], strict=False))
+            return ()
+        return zip(reply[::2], reply[1::2], strict=False)
 
     async def _stay_connected(self) -> None:
         await asyncio.sleep(self.circuit.until_probe(asyncio.get_running_loop().time()))

@@ -12,7 +12,8 @@ TIERS = {"GPU": 1.0, "CPU": 0.5}
 
 
 def owned(blocks, candidates, counts=None):
-    return owned_prefix(blocks, candidates, TIERS, Counter() if counts is None else counts)
+    counts = Counter() if counts is None else counts
+    return owned_prefix([block.items() for block in blocks], candidates, TIERS, counts)
 
 
 def test_keys_are_kthenas():
