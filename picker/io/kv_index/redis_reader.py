@@ -17,6 +17,7 @@ from picker.core.kv_index.circuit import CircuitBreaker, CircuitState
 from picker.core.kv_index.owners import Candidate, OwnedPrefix, block_key, owned_prefix
 from picker.io.kv_index.backoff import Backoff
 from picker.io.kv_index.redis_connection import RedisConnection, RedisSettings, RedisUnavailableError
+from picker.io.kv_index.redis_stale import delete_stale_owners
 
 logger = structlog.get_logger(__name__)
 
@@ -45,13 +46,16 @@ class ReaderSettings(Struct, frozen=True):
     most_pause: float = 10.0
     reconnect: float = 0.1
     most_reconnect: float = 5.0
+    collect_every: float = 3600.0
+    """How often ownerships are deleted that are older than `stale_after`, by every picker; 0: never."""
+    stale_after: float = 86_400.0
 
 
 class RedisReader:
-    """The index of block ownership in Redis. `run` keeps it connected; `lookup` asks.
+    """The index of block ownership in Redis. `run` keeps it connected and free of what nobody keeps true any more.
 
-    `outcomes` counts lookups by how they ended, `owners` ownerships that did not count by reason, `connects` counts
-    connections.
+    `outcomes` counts lookups by how they ended, `owners` ownerships that did not count by reason, `connects`
+    connections, `collected` ownerships that were too old.
     """
 
     def __init__(
@@ -64,8 +68,10 @@ class RedisReader:
         self.outcomes: Counter[str] = Counter(dict.fromkeys(Lookup, 0))
         self.owners: Counter[str] = Counter()
         self.connects = 0
+        self.collected = 0
         self.circuit = CircuitBreaker(settings.failures, settings.pause, settings.most_pause, jitter)
         self._redis = redis
+        self._jitter = jitter
         self._settings = settings
         self._backoff = Backoff(settings.reconnect, settings.most_reconnect, jitter)
         self._connection: RedisConnection | None = None
@@ -77,6 +83,7 @@ class RedisReader:
 
     async def run(self) -> None:
         """Stay connected until cancelled: connect again when the connection breaks, and probe an open circuit."""
+        collecting = asyncio.create_task(self._collect(), name="redis stale owners")
         try:
             while True:
                 try:
@@ -87,6 +94,7 @@ class RedisReader:
                         logger.warning("Redis is not available; requests are routed without it", error=self._said)
                 await asyncio.sleep(self._backoff.next())
         finally:
+            collecting.cancel()
             self._disconnect()
 
     async def lookup(
@@ -174,6 +182,21 @@ class RedisReader:
             reason = str(error) or f"no answer within {self._settings.budget} s"
             raise RedisUnavailableError(reason) from error
         return connection
+
+    async def _collect(self) -> None:
+        """Delete stale ownerships, on a connection of its own so that no lookup waits; pickers do it in turns."""
+        while self._settings.collect_every > 0:
+            await asyncio.sleep(self._settings.collect_every * (1 + self._jitter()) / 2)
+            try:
+                connection = await RedisConnection.open(self._redis)
+            except RedisUnavailableError:
+                continue
+            try:
+                self.collected += await delete_stale_owners(connection, age=self._settings.stale_after)
+            except RedisUnavailableError as error:
+                logger.warning("Stale ownerships could not be deleted", error=str(error))
+            finally:
+                connection.close()
 
     def _disconnect(self) -> None:
         if self._connection is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
@@ -125,3 +126,12 @@ async def test_a_redis_that_refuses(make_redis, background, until):
         assert reader.outcomes[Lookup.REFUSED] == 1
         await client.execute_command("ACL", "SETUSER", "default", "+hgetall")
     assert (await reader.lookup("m", [1], PODS)).groups == []
+
+
+async def test_ownerships_that_nobody_keeps_true_are_deleted(redis_server, background, until):
+    await fill(redis_server, {1: {"gone.ns": "200", "a.ns": str(int(time.time()))}})
+    reader = RedisReader(redis_server.settings, ReaderSettings(collect_every=0.05))
+    background(reader.run())
+    await until(lambda: reader.collected == 1)
+    async with redis_server.client() as client:
+        assert (await client.hgetall("matrix:kv:block:m@1")).keys() == {"a.ns"}
