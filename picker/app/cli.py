@@ -13,6 +13,7 @@ _COMMANDS = {
     "serve": ("picker.app.serve", "run the endpoint picker"),
     "check": ("picker.app.check", "validate a configuration and print the effective one"),
     "explain": ("picker.app.explain", "ask a running picker how it would score a prompt"),
+    "sidecar": ("picker.app.sidecar", "run the sidecar of an engine, a drop-in for Kthena's runtime"),
     "engine-sim": ("picker.sim.command", "run a simulated vLLM engine that needs no GPU"),
     "demo": ("picker.app.demo", "run real Envoy, the picker and simulated engines, and compare with round robin"),
 }

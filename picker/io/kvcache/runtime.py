@@ -101,6 +101,8 @@ class KvCacheRuntime:
         if chain is None:
             self.outcomes["starting"] += 1
             return None
+        if not chain.settings.names.base:
+            self._name_models()
         wanted = read_engine_request(request.path, asked.body)
         if not isinstance(wanted, EngineRequest):
             self.outcomes["unusable"] += 1

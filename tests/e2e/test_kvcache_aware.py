@@ -1,0 +1,253 @@
+"""Routing by what engines really hold: through real Envoy, with events over real ZMQ, sidecars and a real Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from dataclasses import dataclass, field
+
+import aiohttp
+import pytest
+import pytest_asyncio
+
+from picker.app.envoy import Template, bootstrap
+from picker.sim.config import EngineSimConfig
+from picker.sim.launch import RunningEngine, start_engine
+from picker.sim.limits import EngineLimits, StepCost
+from picker.sim.publisher import KvEventSettings
+from tests.support.http_client import send
+from tests.support.picker_process import OFTEN, PickerProcess, until
+from tests.support.sidecar_process import SidecarProcess
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+BLOCK = 16
+MODES = ("direct", "memory", "redis")
+SCORES = {"Score": {"enabled": [{"name": "least-request", "weight": 1}, {"name": "kvcache-aware", "weight": 3}]}}
+
+
+def prompt(seed: int, tokens: int, tail: str = "") -> str:
+    """Text of so many tokens of the simulated engine, four bytes each, and no block of it like another."""
+    return random.Random(seed).randbytes(2 * tokens).hex() + tail
+
+
+def body(text: str, model: str = "sim", **more: object) -> bytes:
+    return json.dumps({"model": model, "prompt": text, "max_tokens": 1, **more}).encode()
+
+
+@dataclass
+class Fleet:
+    """Two engines with what tells of them, a picker, and an Envoy before all."""
+
+    engines: list[RunningEngine]
+    picker: PickerProcess
+    port: int
+    predict: str
+    session: aiohttp.ClientSession
+    sidecars: list[SidecarProcess] = field(default_factory=list)
+
+    def named(self, name: str) -> RunningEngine:
+        return next(engine for engine in self.engines if engine.stats()["name"] == name)
+
+    async def send(self, request: bytes) -> tuple[str, int]:
+        """Send a request through Envoy; returns the engine that served it, and what it reports as cached."""
+        answer = await send(self.port, request, path="/v1/completions")
+        assert answer.status == 200, answer.body
+        return answer.headers["x-engine"], answer.seen["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    async def ask(self, engine: RunningEngine, request: bytes) -> int:
+        """Send a request past everything."""
+        async with self.session.post(f"{engine.url}/v1/completions", data=request) as answer:
+            assert answer.status == 200
+            return (await answer.json())["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    async def predicted(self, request: bytes) -> dict[str, int]:
+        """The predicted cached tokens by engine, empty while there is no answer."""
+        async with self.session.post(f"{self.predict}/v1/cache/predict", data=request) as answer:
+            if answer.status != 200:
+                return {}
+            return {pod["pod_id"]: pod["cached_tokens"] for pod in (await answer.json())["pod_affinities"]}
+
+    async def until_predicted(self, request: bytes, name: str, tokens: int, seconds: float = 12) -> None:
+        async def is_it() -> bool:
+            return (await self.predicted(request)).get(name) == tokens
+
+        await until(is_it, seconds)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def start_fleet(start_picker, start_envoy_here, make_redis):
+    engines, sidecars = [], []
+    session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(10))
+
+    async def start(mode: str, blocks: int = 200, template: Template = Template.FULL_DUPLEX, **args: object) -> Fleet:
+        for number in range(2):
+            config = EngineSimConfig(
+                name=f"sim-{number}",
+                loras=("adapter",),
+                limits=EngineLimits(block_size=BLOCK, num_gpu_blocks=blocks),
+                cost=StepCost(speed=500),
+                grace=0,
+                kv_events=KvEventSettings(),
+            )
+            engines.append(await start_engine(config))
+        entries = [{"name": one.stats()["name"], "address": one.url.removeprefix("http://")} for one in engines]
+        redis = None
+        if mode == "direct":
+            for entry, engine in zip(entries, engines, strict=True):
+                (publisher,) = engine.publishers
+                events = {"endpoint": publisher.endpoint, "replayEndpoint": publisher.replay_endpoint}
+                entry["kvEvents"] = events
+        else:
+            if mode == "redis":
+                redis = make_redis()
+                args["redis"] = {"address": f"127.0.0.1:{redis.port}"}
+            environment = {"KV_EVENT_SYNC_MODE": mode}
+            if redis is not None:
+                environment |= {"REDIS_HOST": "127.0.0.1", "REDIS_PORT": str(redis.port)}
+            sidecars.extend(SidecarProcess(one, f"{one.stats()['name']}.default", **environment) for one in engines)
+            await asyncio.gather(*(sidecar.start() for sidecar in sidecars))
+            for entry, sidecar in zip(entries, sidecars, strict=True):
+                entry["runtime"] = sidecar.address
+        picker = await start_picker(
+            {
+                "predict": {"listen": "127.0.0.1:0", "requestsPerSecond": 1000},
+                "endpoints": {"static": entries},
+                "scrape": OFTEN,
+                "scheduler": {
+                    "pluginConfig": [{"name": "kvcache-aware", "args": {"indexMode": mode, **args}}],
+                    "plugins": SCORES,
+                },
+            }
+        )
+        addresses = [entry["address"] for entry in entries]
+        envoy = await start_envoy_here(bootstrap(template, picker=picker.address, endpoints=addresses))
+        (up,) = picker.events("The picker is up")
+        fleet = Fleet(engines, picker, envoy.port, f"http://127.0.0.1:{up['predict']}", session, sidecars)
+        fleet.redis = redis
+
+        async def ready() -> bool:
+            return (await picker.metrics())("kv_sources_connected") == 2
+
+        await until(ready)
+        return fleet
+
+    yield start
+    for sidecar in sidecars:
+        await sidecar.close()
+    for engine in engines:
+        await engine.close()
+    await session.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_requests_go_to_the_holder_and_predictions_are_what_engines_report(start_fleet, mode):
+    fleet = await start_fleet(mode, blocks=24)
+    rng = random.Random(3)
+    stems = [prompt(number, 16 * (number + 2)) for number in range(6)]
+    hits = 0
+    for turn in range(36):
+        text = rng.choice(stems) + prompt(100 + turn, rng.choice((0, 5, 16, 31)))
+        request = body(text)
+        predicted = await fleet.predicted(request)
+        name, cached = await fleet.send(request)
+        assert cached == predicted[name], turn
+        # Whoever has most of it got it: nothing else is in flight.
+        assert predicted[name] == max(predicted.values())
+        hits += cached > 0
+        await fleet.until_predicted(request, name, (len(text) // 4 - 1) // BLOCK * BLOCK)
+    assert hits > 12
+    metrics = await fleet.picker.settled()
+    assert metrics("kvcache_preparations_total", outcome="ok") == 36
+    assert sum(engine.stats()["evictions"] for engine in fleet.engines) > 0
+
+
+@pytest.mark.parametrize("template", Template)
+async def test_what_tells_prompts_apart_for_engines_does_so_here(start_fleet, template):
+    fleet = await start_fleet("direct", template=template)
+    text = prompt(1, 100)
+    name, cached = await fleet.send(body(text))
+    assert cached == 0
+    await fleet.until_predicted(body(text), name, 96)
+    for more in ({"cache_salt": "tenant"}, {"prompt_logprobs": 1}, {"model": "adapter"}):
+        assert (await fleet.predicted(body(text, **more)))[name] == 0
+    holder = fleet.named(name)
+    assert await fleet.ask(holder, body(text, prompt_logprobs=1)) == 0
+    assert await fleet.ask(holder, body(text, model="adapter")) == 0
+    await fleet.until_predicted(body(text, model="adapter"), name, 96)
+    assert await fleet.send(body(text, model="adapter")) == (name, 96)
+    ids = [int.from_bytes(text[at : at + 4].encode(), "little") for at in range(0, len(text), 4)]
+    assert (await fleet.predicted(json.dumps({"token_ids": ids}).encode()))[name] == 96
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_after_an_eviction_the_prediction_falls_and_a_restart_forgets(start_fleet, mode):
+    fleet = await start_fleet(mode, blocks=64)
+    first = prompt(1, 320)
+    name, _ = await fleet.send(body(first))
+    await fleet.until_predicted(body(first), name, 304)
+    holder = fleet.named(name)
+    await fleet.ask(holder, body(prompt(2, 640)))
+    await fleet.ask(holder, body(prompt(3, 320)))
+
+    async def fell() -> int | None:
+        found = (await fleet.predicted(body(first))).get(name)
+        return found if found is not None and found < 304 else None
+
+    await until(fell)
+    await fleet.until_predicted(body(prompt(3, 320)), name, 304)
+    left = (await fleet.predicted(body(first)))[name]
+    assert await fleet.ask(holder, body(first)) == left
+
+    await fleet.until_predicted(body(first), name, 304)
+    async with fleet.session.post(f"{holder.url}/sim/restart") as answer:
+        assert answer.status == 200
+    await fleet.ask(holder, body(prompt(4, 64)))
+    await fleet.until_predicted(body(prompt(4, 64)), name, 48)
+    assert (await fleet.predicted(body(first)))[name] == 0
+    assert await fleet.ask(holder, body(first)) == 0
+
+
+@pytest.mark.parametrize("mode", ["memory", "redis"])
+async def test_requests_go_on_without_sidecars_and_redis_and_all_heals(start_fleet, mode):
+    fleet = await start_fleet(mode)
+    texts = [prompt(number, 64) for number in range(4)]
+    homes = {text: (await fleet.send(body(text)))[0] for text in texts}
+    for text, name in homes.items():
+        await fleet.until_predicted(body(text), name, 48)
+    if mode == "memory":
+        await asyncio.gather(*(sidecar.kill() for sidecar in fleet.sidecars))
+
+        async def nobody() -> bool:
+            return (await fleet.predicted(body(texts[0]))) == {"sim-0": 0, "sim-1": 0}
+
+    else:
+        fleet.redis.kill()
+
+        async def nobody() -> bool:
+            return (await fleet.predicted(body(texts[0]))) == {}
+
+    await until(nobody)
+    for text in texts:
+        await fleet.send(body(text))
+    metrics = await fleet.picker.settled()
+    assert metrics("decisions_total", reason="routed") == 8
+    if mode == "memory":
+        await asyncio.gather(*(sidecar.start() for sidecar in fleet.sidecars))
+    else:
+        assert metrics("kvcache_preparations_total", outcome="no_owners") == 4
+        fleet.redis.start()
+    for text, name in homes.items():
+        await fleet.until_predicted(body(text), name, 48, 20)
+        assert (await fleet.send(body(text)))[1] == 48
+
+
+async def test_an_engine_that_cannot_tokenize_is_not_waited_for(start_fleet):
+    fleet = await start_fleet("direct", tokenizers=["service"], tokenizerService={"endpoint": "http://127.0.0.1:9"})
+    await fleet.send(body(prompt(1, 64)))
+    metrics = await fleet.picker.settled()
+    assert metrics("kvcache_preparations_total", outcome="not_tokenized") == 1
+    assert metrics("kvcache_tokenizing_total", step="service", outcome="error") == 1
+    decision = (await fleet.picker.decisions(1))[0]
+    assert decision["reason"] == "routed"

@@ -1,0 +1,75 @@
+"""The real sidecar as a process of its own: `python -m picker sidecar`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+import aiohttp
+
+from picker.sim.launch import RunningEngine
+from tests.support.picker_process import until
+
+
+class SidecarProcess:
+    """A sidecar beside a simulated engine, kept on its port over restarts. `pod` is `name.namespace`."""
+
+    def __init__(self, engine: RunningEngine, pod: str, **environment: str) -> None:
+        (publisher,) = engine.publishers
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self._log = tempfile.NamedTemporaryFile(prefix="sidecar-", suffix=".log")
+        self._environment = {
+            **os.environ,
+            "VLLM_ZMQ_ENDPOINT": publisher.endpoint,
+            "VLLM_ZMQ_REPLAY_ENDPOINT": publisher.replay_endpoint,
+            **environment,
+        }
+        names = ("--pod", pod, "--model", "sim", "--engine-base-url", engine.url)
+        self._arguments = ("-E", "vllm", "-H", "127.0.0.1", "-P", str(self.port), *names)
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def log(self) -> str:
+        return Path(self._log.name).read_text(errors="replace")
+
+    async def start(self) -> None:
+        """Start, and wait until it answers."""
+        with Path(self._log.name).open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "picker", "sidecar", *self._arguments),
+                env=self._environment,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+        async def up() -> bool:
+            assert self._process is not None
+            assert self._process.returncode is None, self.log()
+            with suppress(aiohttp.ClientError, OSError):
+                async with aiohttp.request("GET", f"http://{self.address}/health") as answer:
+                    return answer.status == 200
+            return False
+
+        await until(up, 20)
+
+    async def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        if self._process is not None and self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self._process.pid, number)
+            await self._process.wait()
+
+    async def close(self) -> None:
+        await self.kill()
+        self._log.close()
