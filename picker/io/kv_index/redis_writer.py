@@ -72,6 +72,7 @@ class RedisWriter:
         self._backoff = Backoff(settings.reconnect, settings.most_reconnect)
         self._blocks: dict[tuple[str, int], None] = {}
         self._names: dict[int, None] = {}
+        self._under_way = 0
         self._wake = asyncio.Event()
         self._everything = True
         self._run_id: str | None = None
@@ -80,7 +81,7 @@ class RedisWriter:
     @property
     def behind(self) -> int:
         """Names of changed blocks that are not written yet."""
-        return len(self._blocks) + len(self._names)
+        return len(self._blocks) + len(self._names) + self._under_way
 
     @property
     def in_step(self) -> bool:
@@ -177,6 +178,7 @@ class RedisWriter:
         """Delete what is not so, and write what is."""
         self.counts["resyncs"] += 1
         self._everything = False
+        self._under_way = 1
         try:
             await self._sweep(connection)
             for model in self._ownership.models:
@@ -188,6 +190,8 @@ class RedisWriter:
         except BaseException:
             self._everything = True
             raise
+        finally:
+            self._under_way = 0
 
     async def _sweep(self, connection: RedisConnection) -> None:
         """Delete the ownerships under our name that are none, of any model."""
@@ -210,19 +214,22 @@ class RedisWriter:
         return self._ownership.holding(model, int(block)) is not None
 
     async def _flush(self, connection: RedisConnection) -> None:
-        while self.behind and not self._everything:
+        while (self._blocks or self._names) and not self._everything:
             blocks = list(islice(self._blocks, self._settings.batch))
             names = list(islice(self._names, self._settings.batch))
             for block in blocks:
                 del self._blocks[block]
             for name in names:
                 del self._names[name]
+            self._under_way = len(blocks) + len(names)
             try:
                 await self._write(connection, blocks, names)
             except BaseException:
                 self._blocks.update(dict.fromkeys(blocks))
                 self._names.update(dict.fromkeys(names))
                 raise
+            finally:
+                self._under_way = 0
 
     async def _write(
         self, connection: RedisConnection, blocks: Sequence[tuple[str, int]], names: Sequence[int]
