@@ -22,6 +22,7 @@ import structlog
 import uvloop
 from aiohttp import web
 
+from picker.app.sidecar_predict import SidecarPredictions
 from picker.app.sidecar_settings import SettingsError, SidecarSettings, SyncMode, add_arguments, read_settings
 from picker.core.kv_index.ownership import Ownership
 from picker.core.kv_index.stream_protocol import WRONG_MODE
@@ -65,10 +66,13 @@ async def _serve(settings: SidecarSettings) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    sidecar = Sidecar(settings)
-    await sidecar.start()
-    await stop.wait()
-    await sidecar.stop()
+    predictions = SidecarPredictions(settings)
+    sidecar = Sidecar(settings, handlers=(predictions.feed,), apps=predictions.apps)
+    predictions.ranks = sidecar.subscriber.ranks
+    async with predictions:
+        await sidecar.start()
+        await stop.wait()
+        await sidecar.stop()
 
 
 class Sidecar:

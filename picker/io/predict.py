@@ -7,6 +7,7 @@ other machines a bearer token and a rate limit guard it.
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -22,14 +23,18 @@ MAX_BODY_BYTES = 16 * 1024 * 1024
 
 
 class PredictSettings(Struct, frozen=True):
-    """Who may ask how often: `token` empty lets everybody, at most `per_second` requests, and as many at once."""
+    """Who may ask how often: `token` empty lets everybody, at most `per_second` requests, and as many at once.
+
+    `loopback_only` lets only this machine in, where the listener is there for others too.
+    """
 
     token: str = ""
     per_second: float = 100.0
+    loopback_only: bool = False
 
 
 class Gate:
-    """Lets requests in. `counts` has them by outcome: `ok`, `unauthorized`, `rate_limited`, and `failed` afterwards."""
+    """Lets requests in. `counts` has them by outcome: `ok`, `failed`, `unauthorized`, `forbidden`, `rate_limited`."""
 
     def __init__(self, settings: PredictSettings, clock: Callable[[], float] = time.monotonic) -> None:
         self.settings = settings
@@ -40,6 +45,9 @@ class Gate:
 
     def check(self, request: web.Request) -> web.Response | None:
         """Return the answer to a request that may not come in."""
+        if self.settings.loopback_only and not _is_loopback(request.remote):
+            self.counts["forbidden"] += 1
+            return _error(403, "without a bearer token only this machine may ask")
         token = self.settings.token
         if token:
             scheme, _, given = request.headers.get("Authorization", "").partition(" ")
@@ -90,6 +98,15 @@ def create_predict_app(oracle: Oracle, gate: Gate, stats: Callable[[], Any]) -> 
     app.router.add_get("/stats", read_stats)
     app.router.add_get("/health", health)
     return app
+
+
+def _is_loopback(remote: str | None) -> bool:
+    try:
+        address = ipaddress.ip_address(remote or "")
+    except ValueError:
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
 
 
 def _error(status: int, text: str, headers: dict[str, str] | None = None) -> web.Response:

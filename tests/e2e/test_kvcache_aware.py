@@ -251,3 +251,29 @@ async def test_an_engine_that_cannot_tokenize_is_not_waited_for(start_fleet):
     assert metrics("kvcache_tokenizing_total", step="service", outcome="error") == 1
     decision = (await fleet.picker.decisions(1))[0]
     assert decision["reason"] == "routed"
+
+
+@pytest.mark.parametrize("mode", ["memory", "redis"])
+async def test_a_sidecar_predicts_for_its_engine(start_fleet, mode):
+    fleet = await start_fleet(mode)
+    request = body(prompt(1, 100))
+    assert await fleet.ask(fleet.engines[0], request) == 0
+
+    async def answer(sidecar: SidecarProcess) -> dict[str, object]:
+        async with fleet.session.post(f"http://{sidecar.address}/v1/cache/predict", data=request) as found:
+            assert found.status == 200
+            return await found.json()
+
+    async def known() -> bool:
+        return (await answer(fleet.sidecars[0]))["predicted_cached_tokens"] == 96
+
+    await until(known)
+    assert await answer(fleet.sidecars[0]) == {
+        "predicted_cached_tokens": 96,
+        "total_prompt_tokens": 100,
+        "blocks_total": 6,
+        "blocks_cached": 6,
+        "cache_hit_ratio": 0.96,
+        "pod_affinities": [{"pod_id": "sim-0.default", "cached_blocks": 6, "cached_tokens": 96, "complete": True}],
+    }
+    assert (await answer(fleet.sidecars[1]))["predicted_cached_tokens"] == 0
