@@ -25,13 +25,13 @@ from picker.core.block_index.index import BlockIndex
 from picker.core.kv_index.hash_index import HashIndex
 from picker.core.kv_index.owners import Candidate
 from picker.io.kv_index.engine_face import renamed
-from picker.io.kv_index.redis_reader import RedisReader
+from picker.io.kv_index.redis_reader import ReaderSettings, RedisReader
 from picker.io.kv_index.stream_client import ClientSettings, StreamClients
 from picker.io.transport.tls import SelfSigned
 from picker.sim.config import EngineSimConfig
 from picker.sim.launch import start_engine
 from picker.sim.limits import EngineLimits, StepCost
-from picker.sim.publisher import KvEventSettings
+from picker.sim.publisher import EventFaults, KvEventSettings
 
 BLOCK = 4
 
@@ -314,6 +314,51 @@ async def test_four_engines_with_sidecars_and_two_pickers(background, until):
                 assert len(predictions) == 1
     for engine in engines:
         await engine.close()
+
+
+async def test_after_lost_frames_and_restarts_redis_says_what_is_true(redis_server, background, until):
+    faults = EventFaults(drop_every=7, repeat_every=5, swap_every=11, corrupt_every=13)
+    config = EngineSimConfig(
+        limits=EngineLimits(block_size=BLOCK, num_gpu_blocks=40),
+        cost=StepCost(speed=1000),
+        kv_events=KvEventSettings(faults=faults),
+        grace=0.1,
+    )
+    engine = await start_engine(config)
+    (publisher,) = engine.publishers
+    environment = {"REDIS_HOST": "127.0.0.1", "REDIS_PORT": str(redis_server.port)}
+    reader = RedisReader(redis_server.settings, ReaderSettings(budget=1.0, reconnect=0.01))
+    background(reader.run())
+    given = prompts(120)
+
+    async with aiohttp.ClientSession() as session:
+
+        async def ask(some) -> None:
+            await asyncio.gather(*[complete(session, engine, tokens) for tokens in some])
+
+        async with running(engine, environment):
+            await ask(given[:30])
+            redis_server.kill()
+            await ask(given[30:60])
+        redis_server.start()
+        await ask(given[60:70])
+        async with running(engine, environment) as sidecar:
+            await ask(given[70:90])
+            publisher.faults = EventFaults()
+            (rank,) = sidecar.subscriber.ranks
+            reported = 0
+            for tokens in given[90:]:
+                await until(lambda: rank.last_seq == publisher._sequence - 1 and rank.complete)
+                await until(lambda: sidecar.redis.in_step and reader.connected)
+                usable = (len(tokens) - 1) // BLOCK * BLOCK
+                hashes = standardized(tokens[:usable], BLOCK, HashContext())
+                found = await reader.lookup("sim", hashes, {b"pod-0.default": Candidate(0)})
+                expected = found.groups[0][0] * BLOCK if found.groups else 0
+                cached = await complete(session, engine, tokens)
+                assert cached == expected
+                reported += cached
+            assert reported > 100
+    await engine.close()
 
 
 async def test_the_command(engine, redis_server):
