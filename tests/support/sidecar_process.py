@@ -25,7 +25,8 @@ class SidecarProcess:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
-        self._log = tempfile.NamedTemporaryFile(prefix="sidecar-", suffix=".log")
+        self._directory = tempfile.TemporaryDirectory(prefix="sidecar-e2e-")
+        self._log = Path(self._directory.name) / "log"
         self._environment = {
             **os.environ,
             "VLLM_ZMQ_ENDPOINT": publisher.endpoint,
@@ -41,11 +42,11 @@ class SidecarProcess:
         return f"127.0.0.1:{self.port}"
 
     def log(self) -> str:
-        return Path(self._log.name).read_text(errors="replace")
+        return self._log.read_text(errors="replace")
 
     async def start(self) -> None:
         """Start, and wait until it answers."""
-        with Path(self._log.name).open("ab") as log:
+        with self._log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "picker", "sidecar", *self._arguments),
                 env=self._environment,
@@ -72,4 +73,4 @@ class SidecarProcess:
 
     async def close(self) -> None:
         await self.kill()
-        self._log.close()
+        self._directory.cleanup()

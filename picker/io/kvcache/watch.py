@@ -77,8 +77,8 @@ class Watch:
     def _look_at(self, slot: int, blocks: int) -> None:
         key = (slot, self._table.generation[slot])
         picks = self._producer.picks[slot]
-        since, before = self._silent.get(key, (0.0, 0))
-        if blocks or key not in self._silent or picks < before:
+        since, before = self._silent.setdefault(key, (self._clock(), 0))
+        if blocks or picks < before:
             self._silent[key] = (self._clock(), picks)
             return
         if self._clock() - since < SILENT_SECONDS or picks - before < SILENT_PICKS:

@@ -1,0 +1,248 @@
+"""`kvcache-aware` without its sources: scores from what an index, owners or hashes say."""
+
+from __future__ import annotations
+
+import random
+from array import array
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from picker.core.block_hashes.context import HashContext
+from picker.core.block_hashes.kthena import standardized
+from picker.core.endpoints import Endpoint, EndpointTable
+from picker.core.kv_events.events import AllBlocksCleared, BlockStored, EventBatch
+from picker.core.kv_index.owners import OwnedPrefix
+from picker.core.plugins.kvcache_args import IndexMode, KvCacheArgs, TokenizerService, Way
+from picker.core.plugins.kvcache_aware import OWNERS, TOKENS, KvCacheProducer
+from picker.core.plugins.prefix_cache import PrefixScorer
+from picker.core.plugins.registry import SchedulerSpec, build_scheduler
+from picker.core.prompts import Prompt
+from picker.core.scheduling.api import Candidates, Request
+from picker.core.strict import Findings
+from picker.core.tokens.prompt import MultiModalItem, TokenPrompt
+
+SIZE = 16
+SCORER = PrefixScorer("kvcache-aware", "kvcache-aware")
+RNG = random.Random(1)
+
+
+def tokens(count: int, first: int = 0, **more) -> TokenPrompt:
+    return TokenPrompt(array("I", range(first, first + count)), "m", **more)
+
+
+class Fleet:
+    def __init__(self, mode: IndexMode = IndexMode.DIRECT, endpoints: int = 3, **args) -> None:
+        self.producer = KvCacheProducer(KvCacheArgs(index_mode=mode, **args))
+        self.table = EndpointTable()
+        self.table.replace(Endpoint(f"p{n}", f"10.0.0.{n + 1}:80") for n in range(endpoints))
+
+    def store(self, slot: int, count: int, first: int = 0, **more) -> None:
+        """Whole blocks of consecutive tokens, as an engine with hashes of its own reports them."""
+        blocks = count // SIZE
+        names = tuple(hash((slot, first, n)) & (2**64 - 1) for n in range(blocks))
+        ids = tuple(range(first, first + blocks * SIZE))
+        event = BlockStored(names, None, ids, SIZE, **more)
+        self.producer.index.apply(slot, "", EventBatch(0.0, (event,)), 1.0)
+
+    def match(self, *prompts: TokenPrompt, owners=None):
+        prepared = {TOKENS: prompts} if prompts else {}
+        if owners is not None:
+            prepared[OWNERS] = owners
+        request = Request("id", "/v1/completions", Prompt("m", (b"x",)), prepared)
+        return self.producer.match(request, Candidates(self.table, self.table.slots, self.table.mask), RNG)
+
+    def scores(self, *prompts: TokenPrompt, owners=None):
+        match = self.match(*prompts, owners=owners)
+        if match is None:
+            return None
+        found = SCORER.score(None, None, match.info, RNG)
+        return None if found is None else found.tolist()
+
+
+def test_no_tokens_no_scores():
+    assert Fleet().scores() is None
+
+
+def test_without_an_answer_of_redis_there_are_no_scores():
+    assert Fleet(IndexMode.REDIS).scores(tokens(100)) is None
+
+
+def test_a_prompt_of_less_than_a_block_has_no_scores():
+    fleet = Fleet()
+    fleet.store(0, 16)
+    assert fleet.scores(tokens(16)) is None
+    assert fleet.scores(tokens(17)) == [100, 0, 0]
+
+
+def test_scores_are_shares_of_the_blocks_that_can_match():
+    fleet = Fleet()
+    fleet.store(0, 16 * 29)
+    fleet.store(1, 16 * 50)
+    # 50 whole blocks and a partial one that never matches. 29 / 50 * 100 is 57.99... as Kthena's floats have it.
+    assert fleet.scores(tokens(16 * 50 + 5)) == [57, 100, 0]
+    # The block with the last token is always computed: 49 blocks can match.
+    assert fleet.scores(tokens(16 * 50)) == [59, 100, 0]
+
+
+def test_only_blocks_from_the_first_on_count():
+    fleet = Fleet()
+    fleet.store(0, 64)
+    assert fleet.scores(tokens(65, first=16)) == [0, 0, 0]
+
+
+def test_prompts_of_a_batch_count_together():
+    fleet = Fleet()
+    fleet.store(0, 160)
+    fleet.store(1, 160, first=1000)
+    assert fleet.scores(tokens(161), tokens(81, first=1000)) == [66, 33, 0]
+
+
+@pytest.mark.parametrize(
+    "other", [{"lora": "a"}, {"cache_salt": "s"}, {"multimodal": (MultiModalItem("image", 0, 4),)}]
+)
+def test_what_engines_keep_apart_does_not_match(other):
+    fleet = Fleet()
+    fleet.store(0, 64)
+    assert fleet.scores(tokens(65, **other)) == [0, 0, 0]
+
+
+def test_an_adapter_matches_its_own_blocks():
+    fleet = Fleet()
+    fleet.store(2, 64, lora_name="a", extra_keys=(("a",),) * 4)
+    assert fleet.scores(tokens(65, lora="a")) == [0, 0, 100]
+    assert fleet.scores(tokens(65)) == [0, 0, 0]
+
+
+def test_a_request_that_reads_no_cache_has_no_scores_but_fills_it():
+    fleet = Fleet()
+    fleet.store(0, 64)
+    match = fleet.match(tokens(65, reads_cache=False))
+    assert SCORER.score(None, None, match.info, RNG) is None
+    learning = match.picked(0)
+    learning.undo()
+
+
+def test_a_pick_is_visible_until_it_is_over():
+    fleet = Fleet()
+    fleet.store(0, 16, first=5000)  # its blocks are known to have 16 tokens
+    for end in ("confirm", "undo"):
+        learning = fleet.match(tokens(65)).picked(0)
+        assert fleet.scores(tokens(65)) == [100, 0, 0]
+        learning.confirm(1) if end == "confirm" else learning.undo()
+        assert fleet.scores(tokens(65)) == [0, 0, 0]
+    learning = fleet.match(tokens(65)).picked(0)
+    fleet.store(0, 64)
+    learning.confirm(0)
+    assert fleet.scores(tokens(65)) == [100, 0, 0]
+
+
+def test_a_forgotten_endpoint_holds_nothing():
+    fleet = Fleet()
+    fleet.store(0, 64)
+    fleet.producer.hashes.store(1, "m", [1], [1.0])
+    fleet.producer.forget(0)
+    fleet.producer.forget(1)
+    assert fleet.scores(tokens(65)) == [0, 0, 0]
+
+
+def test_a_restart_in_metrics_is_left_to_events():
+    fleet = Fleet()
+    fleet.store(0, 64)
+    fleet.producer.restarted(0)
+    assert fleet.scores(tokens(65)) == [100, 0, 0]
+    fleet.producer.index.apply(0, "", EventBatch(0.0, (AllBlocksCleared(),)), 2.0)
+    assert fleet.scores(tokens(65)) == [0, 0, 0]
+
+
+def hashes(count: int) -> list[int]:
+    return standardized(array("I", range(count)), SIZE, HashContext())
+
+
+def test_standardized_hashes_of_a_sidecar():
+    fleet = Fleet(IndexMode.MEMORY)
+    fleet.producer.hashes.store(1, "m", hashes(48), [1.0] * 3)
+    assert fleet.scores(tokens(97)) == [0, 50, 0]
+    # They cover tokens only, so that what is kept apart must not be looked up.
+    assert fleet.scores(tokens(97, cache_salt="s")) == [0, 0, 0]
+    assert fleet.scores(tokens(97, lora="a")) == [0, 0, 0]
+    fleet.producer.hashes.store(2, "a", hashes(96), [1.0] * 6)
+    assert fleet.scores(tokens(97, lora="a")) == [0, 0, 100]
+    fleet.producer.restarted(1)
+    assert fleet.scores(tokens(97)) == [0, 0, 0]
+
+
+def test_owners_in_redis():
+    fleet = Fleet(IndexMode.REDIS)
+    owners = [OwnedPrefix([(6, 0b001), (3, 0b110)], {2: 1.5})]
+    assert fleet.scores(tokens(97), owners=owners) == [100, 50, 25]
+    assert fleet.scores(tokens(97), owners=[None]) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("mode", [IndexMode.REDIS, IndexMode.MEMORY])
+def test_blocks_after_the_limit_are_ignored(mode):
+    fleet = Fleet(mode, max_blocks_to_match=4)
+    owners = [OwnedPrefix([(4, 0b001)], {})] if mode is IndexMode.REDIS else None
+    fleet.producer.hashes.store(0, "m", hashes(320), [1.0] * 20)
+    assert fleet.scores(tokens(321), owners=owners) == [100, 0, 0]
+
+
+def test_direct_knows_no_limit():
+    fleet = Fleet(max_blocks_to_match=4)
+    fleet.store(0, 64)
+    fleet.store(1, 320)
+    assert fleet.scores(tokens(321)) == [20, 100, 0]
+
+
+def test_a_pick_without_events_is_visible_where_the_block_size_is_told():
+    fleet = Fleet(IndexMode.REDIS)
+    fleet.producer.index.open(0, "", 1.0, block_size=SIZE)
+    learning = fleet.match(tokens(97), owners=[OwnedPrefix([(2, 0b010)], {})]).picked(0)
+    assert fleet.scores(tokens(97), owners=[OwnedPrefix([(2, 0b010)], {})]) == [100, 33, 0]
+    learning.confirm(0)
+    assert fleet.scores(tokens(97), owners=[OwnedPrefix([(2, 0b010)], {})]) == [0, 33, 0]
+
+
+def test_the_same_arguments_keep_the_index_and_others_do_not():
+    spec = SchedulerSpec((), (("kvcache-aware", 1.0),), {"kvcache-aware": KvCacheArgs(index_mode=IndexMode.DIRECT)})
+    first, notes = build_scheduler(spec, None, lambda *_: None)
+    index = first.producers[0].index
+    second, notes = build_scheduler(spec, first, lambda *_: None)
+    assert not notes
+    assert second.producers[0].index is index
+    third, notes = build_scheduler(SchedulerSpec((), spec.scorers, {}), second, lambda *_: None)
+    assert notes == ["kvcache-aware: the index starts empty, because of its new arguments"]
+    assert third.producers[0].index is not index
+
+
+@given(held=st.lists(st.integers(0, 40), min_size=3, max_size=3), length=st.integers(1, 700))
+@settings(max_examples=60, deadline=None)
+def test_scores_are_kthenas_over_blocks_that_can_match(held, length):
+    fleet = Fleet()
+    for slot, blocks in enumerate(held):
+        fleet.store(slot, blocks * SIZE)
+    total = (length - 1) // SIZE
+    expected = [int(min(blocks, total) / total * 100) for blocks in held] if total else None
+    assert fleet.scores(tokens(length)) == expected
+
+
+@pytest.mark.parametrize(
+    ("args", "ways"),
+    [
+        (KvCacheArgs(), (Way.ENGINE,)),
+        (KvCacheArgs(model_directory="/m"), (Way.LOCAL, Way.ENGINE)),
+        (KvCacheArgs(tokenizer_service=TokenizerService(enabled=True)), (Way.SERVICE, Way.ENGINE)),
+        (KvCacheArgs(tokenizer_service=TokenizerService(enabled=True, fallback_to_engine=False)), (Way.SERVICE,)),
+        (KvCacheArgs(tokenizers=(Way.RENDER, Way.ENGINE)), (Way.RENDER, Way.ENGINE)),
+    ],
+)
+def test_the_ways_to_tokenize(args, ways):
+    assert args.ways == ways
+
+
+def test_arguments_that_do_not_fit_together():
+    findings = Findings()
+    args = KvCacheArgs(tokenizers=(Way.LOCAL, Way.LOCAL), zmq_port=65_535, zmq_ranks=2)
+    args.check("args", findings)
+    assert [problem.path for problem in findings.problems] == ["args.tokenizers", "args.modelDirectory", "args.zmqPort"]
