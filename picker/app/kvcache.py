@@ -39,10 +39,13 @@ class KvCachePart:
         self._keep = keep
         self._task: asyncio.Task[None] | None = None
         self._listening: web.AppRunner | None = None
+        self._started = False
+        self._late: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Begin to work, and listen if the plugin is enabled. OSError if the port cannot be had."""
         self.configure()
+        self._started = True
         if self.runtime is not None and self._predict.enabled:
             await self._listen()
 
@@ -58,6 +61,8 @@ class KvCachePart:
             self.runtime = self._director.preparation = KvCacheRuntime(self._director, producer)
             self.runtime.follow()
             self._task = self._keep("kvcache", self.runtime.run)
+            if self._started and self._listening is None and self._predict.enabled:
+                self._late = asyncio.create_task(self._listen_late())
 
     def follow(self) -> None:
         """Take over changed endpoints."""
@@ -70,6 +75,8 @@ class KvCachePart:
         self._end()
         if task is not None:
             await asyncio.gather(task, return_exceptions=True)
+        if self._late is not None:
+            await self._late
         if self._listening is not None:
             await self._listening.cleanup()
 
@@ -80,6 +87,12 @@ class KvCachePart:
             self.runtime.sources.follow({})
         self._task = self.runtime = self._director.preparation = None
 
+    async def _listen_late(self) -> None:
+        try:
+            await self._listen()
+        except OSError as error:
+            logger.error("Predictions cannot be asked for; free the port or change predict.listen", error=str(error))  # noqa: TRY400
+
     async def _listen(self) -> None:
         host, _, port = self._predict.listen.rpartition(":")
         oracle = Oracle(lambda: self.runtime.chain if self.runtime else None, lambda: self.runtime)
@@ -87,6 +100,7 @@ class KvCachePart:
         await self._listening.setup()
         await web.TCPSite(self._listening, host.strip("[]"), int(port)).start()
         self.port = self._listening.addresses[0][1]
+        logger.info("Predictions can be asked for", host=host, port=self.port)
 
     def _stats(self) -> dict[str, Any]:
         return {"engines": [] if self.runtime is None else self.runtime.stats()}

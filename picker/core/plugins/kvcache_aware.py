@@ -77,7 +77,7 @@ class KvCacheProducer:
         total = 0
         prompts = []
         for number, one in enumerate(tokens):
-            prompt = self.prompt(one)
+            prompt = indexed(self.index, one)
             prompts.append(prompt)
             most = self.most_tokens(one)
             if most:
@@ -105,17 +105,6 @@ class KvCacheProducer:
     def restarted(self, slot: int) -> None:
         """Forget what a sidecar said that does not know of it; engines' own events, and Redis, tell it themselves."""
         self.hashes.forget(slot)
-
-    def prompt(self, tokens: TokenPrompt) -> Prompt:
-        """Return a prompt to look up in `index`."""
-        return self.index.prompt(
-            "",
-            tokens.token_ids,
-            adapter=tokens.lora,
-            cache_salt=tokens.cache_salt,
-            media=[(item.identifier, item.offset, item.length) for item in tokens.multimodal],
-            reads_cache=tokens.reads_cache,
-        )
 
     def most_tokens(self, tokens: TokenPrompt) -> int:
         """Return how many tokens of a prompt can match, in whole blocks of those that are looked up."""
@@ -172,6 +161,18 @@ class KvCacheLearning(Struct, frozen=True, gc=False):
     def undo(self) -> None:
         for hold in self.holds:
             self.index.release(hold)
+
+
+def indexed(index: BlockIndex, tokens: TokenPrompt) -> Prompt:
+    """Return a prompt to look up in an index of engines' own blocks."""
+    return index.prompt(
+        "",
+        tokens.token_ids,
+        adapter=tokens.lora,
+        cache_salt=tokens.cache_salt,
+        media=[(item.identifier, item.offset, item.length) for item in tokens.multimodal],
+        reads_cache=tokens.reads_cache,
+    )
 
 
 def standard_model(tokens: TokenPrompt) -> str | None:

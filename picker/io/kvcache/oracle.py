@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from picker.core.block_index.index import BlockIndex
+from picker.core.block_index.index import BlockIndex, Prediction
+from picker.core.block_index.source import SourceStats
+from picker.core.plugins.kvcache_aware import indexed
 from picker.core.prompts import Unused
 from picker.core.tokens.prompt import EngineRequest, TokenPrompt, read_engine_request
 from picker.io.tokenize.chain import TokenizerChain
@@ -21,6 +23,9 @@ class Held(NamedTuple):
     tokens: int
     blocks: int
     complete: bool
+
+
+NOTHING = Prediction(0, complete=False)
 
 
 class Holders(Protocol):
@@ -107,35 +112,23 @@ class EngineHolder:
 
     @property
     def block_size(self) -> int:
-        return block_size_of(self._index) or self._default
+        return block_size_of(self._index.stats()) or self._default
 
     async def held(self, prompts: Sequence[TokenPrompt]) -> list[Held] | None:
-        return [held_by(self._index, prompts, 0, self._pod, self.block_size, complete=self._complete())]
+        tokens, complete = held_by_events(self._index, prompts).get(0, NOTHING)
+        return [Held(self._pod, tokens, tokens // self.block_size, complete and self._complete())]
 
 
-def held_by(
-    index: BlockIndex, prompts: Sequence[TokenPrompt], slot: int, pod: str, block_size: int, *, complete: bool
-) -> Held:
-    """Return what an endpoint holds by its own events."""
-    tokens = 0
+def held_by_events(index: BlockIndex, prompts: Sequence[TokenPrompt]) -> dict[int, Prediction]:
+    """Return what endpoints hold of all prompts together by their own events, by slot."""
+    found: dict[int, Prediction] = {}
     for prompt in prompts:
-        media = [(item.identifier, item.offset, item.length) for item in prompt.multimodal]
-        prediction = index.predict(
-            index.prompt(
-                "",
-                prompt.token_ids,
-                adapter=prompt.lora,
-                cache_salt=prompt.cache_salt,
-                media=media,
-                reads_cache=prompt.reads_cache,
-            ),
-            slot,
-        )
-        tokens += prediction.cached_tokens
-        complete = complete and prediction.complete
-    return Held(pod, tokens, tokens // block_size, complete)
+        for slot, (tokens, complete) in index.predict_all(indexed(index, prompt)).items():
+            before = found.get(slot, Prediction(0, complete=True))
+            found[slot] = Prediction(before.cached_tokens + tokens, before.complete and complete)
+    return found
 
 
-def block_size_of(index: BlockIndex) -> int | None:
+def block_size_of(held: Sequence[SourceStats]) -> int | None:
     """Return the block size that engines use, as their events say; the smallest of several engines'."""
-    return min((max(source.block_sizes) for source in index.stats() if source.block_sizes), default=None)
+    return min((max(source.block_sizes) for source in held if source.block_sizes), default=None)

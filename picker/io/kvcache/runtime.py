@@ -16,6 +16,7 @@ import structlog
 from msgspec.structs import replace
 
 from picker.core.director import Director
+from picker.core.endpoints import slots_of
 from picker.core.exchange.effects import Decide
 from picker.core.plugins.kvcache_args import IndexMode, KvCacheArgs
 from picker.core.plugins.kvcache_aware import OWNERS, TOKENS, KvCacheProducer, standard_hashes, standard_model
@@ -23,7 +24,7 @@ from picker.core.scheduling.api import Request
 from picker.core.tokens.prompt import EngineRequest, ModelNames, TokenPrompt, read_engine_request
 from picker.io.kvcache.direct import DirectSources
 from picker.io.kvcache.memory import MemorySources
-from picker.io.kvcache.oracle import Held, block_size_of, held_by
+from picker.io.kvcache.oracle import NOTHING, Held, block_size_of, held_by_events
 from picker.io.kvcache.redis import RedisOwners
 from picker.io.kvcache.sources import Followed, Sources
 from picker.io.kvcache.tokenizers import open_tokenizers
@@ -139,24 +140,30 @@ class KvCacheRuntime:
         """See `Holders`."""
         if self.redis is not None:
             return await self._owned(prompts)
+        by_events = held_by_events(self.producer.index, prompts)
+        by_hashes = self._held_by_hashes(prompts)
+        size = self.block_size
         found = []
         for slot, followed in self.followed.items():
-            complete, pod = self.sources.is_complete(slot), followed.endpoint.name
-            by_events = held_by(self.producer.index, prompts, slot, pod, self.block_size, complete=complete)
-            found.append(self._by_hashes(prompts, slot, pod, by_events))
+            tokens, complete = by_events.get(slot, NOTHING)
+            if slot in by_hashes:
+                tokens, complete = by_hashes[slot] * size, True
+            complete = complete and self.sources.is_complete(slot)
+            found.append(Held(followed.endpoint.name, tokens, tokens // size, complete))
         return found
 
-    def _by_hashes(self, prompts: Sequence[TokenPrompt], slot: int, pod: str, by_events: Held) -> Held:
-        """What a sidecar's hashes say, where it sends nothing better."""
-        hashes, size = self.producer.hashes, self.block_size
-        if not hashes.blocks_of(slot):
-            return by_events
-        blocks = 0
-        for prompt in prompts:
+    def _held_by_hashes(self, prompts: Sequence[TokenPrompt]) -> dict[int, int]:
+        """What sidecars' hashes say, where they send nothing better: leading blocks, by slot."""
+        hashes = self.producer.hashes
+        blocks = {slot: 0 for slot in self.followed if hashes.blocks_of(slot)}
+        slots = sum(1 << slot for slot in blocks)
+        for prompt in prompts if blocks else ():
             model = standard_model(prompt)
             if model is not None:
-                blocks += sum(n for n, _ in hashes.match(model, standard_hashes(prompt, size, None), 1 << slot))
-        return Held(pod, blocks * size, blocks, self.sources.is_complete(slot))
+                for count, mask in hashes.match(model, standard_hashes(prompt, self.block_size, None), slots):
+                    for slot in slots_of(mask).tolist():
+                        blocks[slot] += count
+        return blocks
 
     async def _owned(self, prompts: Sequence[TokenPrompt]) -> list[Held] | None:
         assert self.redis is not None  # noqa: S101  the caller looked
@@ -208,7 +215,8 @@ class KvCacheRuntime:
             self._name_models()
             now = time.time()
             self.producer.index.expire(now)
-            size = block_size_of(self.producer.index) if self.redis is None else None
+            held = self.producer.index.stats()
+            size = block_size_of(held) if self.redis is None else None
             if size is not None and size != self.producer.block_size:
                 logger.warning(
                     "Engines use other blocks than blockSizeToHash says; theirs are used",
@@ -216,7 +224,7 @@ class KvCacheRuntime:
                     engines=size,
                 )
                 self.producer.block_size = size
-            self._watch.look()
+            self._watch.look(held)
             await asyncio.sleep(_TEND_SECONDS)
 
     def _name_models(self) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import structlog
 
+from picker.core.block_index.source import SourceStats
 from picker.core.endpoints import EndpointTable
 from picker.core.plugins.kvcache_args import IndexMode
 from picker.core.plugins.kvcache_aware import KvCacheProducer
@@ -51,12 +52,14 @@ class Watch:
         if served and all(models is not None and name not in models for models in served):
             self._unknown[name] += 1
 
-    def look(self) -> None:
-        """Warn of what has been odd for long enough."""
+    def look(self, held: Sequence[SourceStats]) -> None:
+        """Warn of what has been odd for long enough. `held` is what the index says of each rank."""
         if self._producer.args.index_mode is not IndexMode.REDIS:
-            blocks = {source.slot: source.blocks for source in self._producer.index.stats()}
+            blocks: Counter[int] = Counter()
+            for source in held:
+                blocks[source.slot] += source.blocks
             for slot in self._table.slots.tolist():
-                self._look_at(slot, blocks.get(slot, 0) + self._producer.hashes.blocks_of(slot))
+                self._look_at(slot, blocks[slot] + self._producer.hashes.blocks_of(slot))
         for name, count in self._unknown.items():
             if count >= SILENT_PICKS:
                 self._warn(
