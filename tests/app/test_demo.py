@@ -34,10 +34,10 @@ async def test_a_child_that_ends_says_why(tmp_path):
 
 def test_the_comparison(tmp_path):
     run = subprocess.run(
-        [*COMMAND, "--json", "--engines=2", "--seconds=3"],
+        [*COMMAND, "--json", "--engines=2", "--seconds=3", "--kv-events"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=90,
         env={**os.environ, "TMPDIR": str(tmp_path)},
         check=False,
     )
@@ -45,9 +45,9 @@ def test_the_comparison(tmp_path):
     assert list(tmp_path.iterdir()) == []
     assert "more than one engine's KV cache" in run.stderr
     result = json.loads(run.stdout)
-    round_robin, picker = result["round_robin"], result["picker"]
-    assert round_robin["requests"] == picker["requests"] > 20
-    for arm in (round_robin, picker):
+    round_robin, picker, kvcache_aware = (result[arm] for arm in ("round_robin", "picker", "kvcache_aware"))
+    assert round_robin["requests"] == picker["requests"] == kvcache_aware["requests"] > 20
+    for arm in (round_robin, picker, kvcache_aware):
         assert arm["errors"] == 0
         assert arm["generator_lagged"] == (arm["generator_lateness_p99_ms"] > 50)
         assert 0 < arm["ttft_p50_ms"] <= arm["ttft_p90_ms"] <= arm["ttft_p99_ms"]
@@ -57,6 +57,8 @@ def test_the_comparison(tmp_path):
     assert abs(one - other) <= 1  # that is what round robin means
     assert picker["cached_token_rate"] > round_robin["cached_token_rate"] > 0
     assert result["times_better"]["cached_token_rate"] > 1
+    assert kvcache_aware["cached_token_rate"] > round_robin["cached_token_rate"]
+    assert result["kvcache_aware_times_better"]["cached_token_rate"] > 1
 
 
 class Kept:

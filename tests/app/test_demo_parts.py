@@ -108,6 +108,10 @@ class TestSummary:
         text = console.export_text()
         assert re.search(r"TTFT p90\W+400 ms\W+200 ms\W+2\.00×", text)
         assert re.search(r"prompt tokens from cache\W+60\.0%\W+40\.0%\W+0\.67×", text)
+        console.print(report.table(summary, other, summary))
+        text = console.export_text()
+        assert re.search(r"TTFT p90\W+400 ms\W+200 ms\W+400 ms\W+2\.00×\W+1\.00×", text)
+        assert report.as_json(summary, other, summary)["kvcache_aware_times_better"]["ttft_p90_ms"] == 1.0
 
 
 class TestLoad:

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import signal
 import sys
+from functools import partial
 
 import msgspec
 import uvloop
@@ -29,7 +30,7 @@ _PLAIN_WIDTH = 100
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `picker demo`."""
-    parser.add_argument("--seconds", type=_seconds, default=25.0, help="of traffic for each of both (%(default)s)")
+    parser.add_argument("--seconds", type=_seconds, default=25.0, help="of traffic for each of them (%(default)s)")
     parser.add_argument("--engines", type=_engines, default=4, help="simulated engines, at least 2 (%(default)s)")
     parser.add_argument(
         "--seed", type=int, default=1, help="of the workload; equal seeds, equal requests (%(default)s)"
@@ -40,6 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=list(Template),
         default=Template.BUFFERED,
         help="shipped Envoy configuration for the picker (%(default)s)",
+    )
+    parser.add_argument(
+        "--kv-events",
+        action="store_true",
+        help="also compare kvcache-aware, which goes by the engines' KV events; with --keep, keep that stack up",
     )
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
@@ -92,12 +98,17 @@ async def _compare(options: argparse.Namespace) -> int:
         round_robin = await _measure("round robin", stack, workload)
     async with picker_stack(shape, options.engines, ports, options.template) as stack:
         picker = await _measure("picker", stack, workload)
+    kvcache_aware = None
+    if options.kv_events:
+        async with picker_stack(shape, options.engines, ports, options.template, kv_events=True) as stack:
+            kvcache_aware = await _measure("kvcache-aware", stack, workload)
+    arms = (round_robin, picker, kvcache_aware)
     if options.json:
         given = {name: getattr(options, name) for name in ("seed", "seconds", "engines", "template")}
-        print(json.dumps(given | report.as_json(round_robin, picker)))
+        print(json.dumps(given | report.as_json(*arms)))
     else:
-        Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH).print(report.table(round_robin, picker))
-    return 1 if round_robin.errors or picker.errors else 0
+        Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH).print(report.table(*arms))
+    return 1 if any(arm.errors for arm in arms if arm is not None) else 0
 
 
 async def _measure(name: str, stack: Stack, workload: Workload) -> Summary:
@@ -131,7 +142,8 @@ def describe(shape: Shape, workload: Workload, engines: int) -> str:
 
 async def _keep(options: argparse.Namespace) -> int:
     ports = _ports(options, _KEPT_PORTS)
-    async with picker_stack(Shape(), options.engines, ports, options.template) as stack:
+    stack_of = partial(picker_stack, kv_events=options.kv_events)
+    async with stack_of(Shape(), options.engines, ports, options.template) as stack:
         request = stack.directory / "request.json"
         (prompt, *_) = plan(Shape(), engines=1, seconds=0, seed=options.seed).prompts
         messages = [{"role": "system", "content": prompt}, {"role": "user", "content": "Which engine are you?"}]
@@ -157,6 +169,12 @@ def _things_to_try(stack: Stack) -> str:
         f"grpcurl -plaintext 127.0.0.1:{ports.admin} list",
         f"grpcurl -plaintext 127.0.0.1:{ports.admin} picker.v1.Scores/Watch",
     ]
+    if stack.predict:
+        lines += [
+            "# Before it is sent: how many tokens of a request are cached where, and what came from the engines",
+            f"curl -s http://127.0.0.1:{stack.predict}/v1/cache/predict -d @{request}",
+            f"curl -s http://127.0.0.1:{stack.predict}/stats",
+        ]
     return "\n".join(lines)
 
 

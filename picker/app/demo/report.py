@@ -72,31 +72,40 @@ def ratios(round_robin: Summary, picker: Summary) -> dict[str, float]:
     return {name: round(better / worse, 2) if worse else 0.0 for name, (better, worse) in pairs.items()}
 
 
-def as_json(round_robin: Summary, picker: Summary) -> dict[str, Any]:
-    """Both arms and how many times better the picker is, ready for JSON."""
+def as_json(round_robin: Summary, picker: Summary, kvcache_aware: Summary | None = None) -> dict[str, Any]:
+    """All arms and how many times better those with the picker are, ready for JSON."""
     arms = {"round_robin": round_robin, "picker": picker}
-    plain = {name: asdict(arm) | {"generator_lagged": arm.lagged} for name, arm in arms.items()}
-    return plain | {"times_better": ratios(round_robin, picker)}
+    better: dict[str, Any] = {"times_better": ratios(round_robin, picker)}
+    if kvcache_aware is not None:
+        arms["kvcache_aware"] = kvcache_aware
+        better["kvcache_aware_times_better"] = ratios(round_robin, kvcache_aware)
+    return {name: asdict(arm) | {"generator_lagged": arm.lagged} for name, arm in arms.items()} | better
 
 
-def table(round_robin: Summary, picker: Summary) -> Table:
-    """Both arms side by side."""
-    arms, better = (round_robin, picker), ratios(round_robin, picker)
+def table(round_robin: Summary, picker: Summary, kvcache_aware: Summary | None = None) -> Table:
+    """All arms side by side."""
+    arms, names = [round_robin, picker], ["round robin", "picker"]
+    if kvcache_aware is not None:
+        arms, names = [*arms, kvcache_aware], ["round robin", "prefix-cache", "kvcache-aware"]
+    better = [ratios(round_robin, arm) for arm in arms[1:]]
     made = Table(caption="TTFT: time to first token, as the client sees it; more than 1.00× is better")
-    for name in ("", "round robin", "picker", "times better"):
+    for name in ("", *names, *["times better"] * len(better)):
         made.add_column(name, justify="right" if name else "left")
+
+    def row(name: str, cells: Sequence[str], key: str = "") -> None:
+        made.add_row(name, *cells, *(_times(one[key]) if key else "" for one in better))
+
     for name in ("p50", "p90", "p99"):
         key = f"ttft_{name}_ms"
-        made.add_row(f"TTFT {name}", *(f"{getattr(arm, key):,.0f} ms" for arm in arms), _times(better[key]))
-    rates = [f"{arm.cached_token_rate:.1%}" for arm in arms]
-    made.add_row("prompt tokens from cache", *rates, _times(better["cached_token_rate"]))
+        row(f"TTFT {name}", [f"{getattr(arm, key):,.0f} ms" for arm in arms], key)
+    row("prompt tokens from cache", [f"{arm.cached_token_rate:.1%}" for arm in arms], "cached_token_rate")
     made.add_section()
-    made.add_row("requests", *(str(arm.requests) for arm in arms), "")
-    made.add_row("errors", *(str(arm.errors) for arm in arms), "")
+    row("requests", [str(arm.requests) for arm in arms])
+    row("errors", [str(arm.errors) for arm in arms])
     for engine in round_robin.requests_per_engine:
-        made.add_row(f"to {engine}", *(str(arm.requests_per_engine[engine]) for arm in arms), "")
+        row(f"to {engine}", [str(arm.requests_per_engine[engine]) for arm in arms])
     late = [f"{'too late: ' if arm.lagged else ''}{arm.generator_lateness_p99_ms:.1f} ms" for arm in arms]
-    made.add_row("load generator late, p99", *late, "")
+    row("load generator late, p99", late)
     return made
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import socket
 import tempfile
 from collections.abc import AsyncIterator, Coroutine
@@ -12,6 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+import aiohttp
 import yaml
 
 from picker.app.demo.children import Child, DemoError, tail
@@ -63,6 +65,8 @@ class Stack:
     """Logs and configuration; removed at the end."""
     envoy: EnvoyProcess
     children: tuple[Child, ...]
+    predict: int = 0
+    """The picker's port for predictions, where it follows KV events."""
 
     @property
     def url(self) -> str:
@@ -102,14 +106,23 @@ async def round_robin_stack(shape: Shape, engines: int, ports: Ports) -> AsyncIt
 
 
 @asynccontextmanager
-async def picker_stack(shape: Shape, engines: int, ports: Ports, template: Template) -> AsyncIterator[Stack]:
-    """Fresh engines behind Envoy and the picker with its default policy. Raises DemoError or EnvoyError."""
-    async with _started(shape, engines) as (exits, directory, children, addresses):
-        (directory / "picker.yaml").write_text(yaml.safe_dump(picker_config(addresses, ports), sort_keys=False))
+async def picker_stack(
+    shape: Shape, engines: int, ports: Ports, template: Template, *, kv_events: bool = False
+) -> AsyncIterator[Stack]:
+    """Fresh engines behind Envoy and the picker with its default policy. Raises DemoError or EnvoyError.
+
+    With `kv_events` the picker goes by what the engines say they hold, in the place of what it sent them.
+    """
+    async with _started(shape, engines, kv_events=kv_events) as (exits, directory, children, addresses):
+        config = picker_config(addresses, ports)
+        if kv_events:
+            config = follow_events(config, {name: await _event_source(at) for name, at in addresses.items()})
+        (directory / "picker.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
         picker = await _child(exits, "picker", ["serve", "-c", str(directory / "picker.yaml")], directory)
         children.append(picker)
         up = await picker.says(r'"http":(\d+),"admin":(\d+),"extproc":(\d+).*"The picker is up"', _READY_SECONDS)
         http, admin, extproc = map(int, up.groups())
+        predict = re.search(r'"predict":(\d+)', up[0])
         config = bootstrap(
             template,
             picker=f"{_HOST}:{extproc}",
@@ -118,7 +131,30 @@ async def picker_stack(shape: Shape, engines: int, ports: Ports, template: Templ
         )
         envoy = await exits.enter_async_context(await start_envoy(config))
         found = Ports(envoy.port, extproc, admin, http)
-        yield Stack(tuple(addresses), found, directory, envoy, tuple(children))
+        port = int(predict[1]) if predict else 0
+        yield Stack(tuple(addresses), found, directory, envoy, tuple(children), port)
+
+
+def follow_events(config: dict[str, Any], sources: dict[str, dict[str, str]]) -> dict[str, Any]:
+    """The same configuration with `kvcache-aware` in the place of `prefix-cache`, over events by engine."""
+    entries = [{**entry, "kvEvents": sources[entry["name"]]} for entry in config["endpoints"]["static"]]
+    scorers = [{"name": "least-request", "weight": 1}, {"name": "kvcache-aware", "weight": 2}]
+    return {
+        **config,
+        "endpoints": {"static": entries},
+        "predict": {"listen": f"{_HOST}:0"},
+        "scheduler": {
+            "pluginConfig": [{"name": "kvcache-aware", "args": {"indexMode": "direct"}}],
+            "plugins": {"Score": {"enabled": scorers}},
+        },
+    }
+
+
+async def _event_source(address: str) -> dict[str, str]:
+    """Where an engine publishes, as it says."""
+    async with aiohttp.request("GET", f"http://{address}/kv_event_sources") as answer:
+        source = (await answer.json())["0"]
+    return {"endpoint": source["endpoint"], "replayEndpoint": source["replay_endpoint"]}
 
 
 def picker_config(addresses: dict[str, str], ports: Ports) -> dict[str, Any]:
@@ -137,13 +173,15 @@ def picker_config(addresses: dict[str, str], ports: Ports) -> dict[str, Any]:
 
 @asynccontextmanager
 async def _started(
-    shape: Shape, engines: int
+    shape: Shape, engines: int, *, kv_events: bool = False
 ) -> AsyncIterator[tuple[AsyncExitStack, Path, list[Child], dict[str, str]]]:
     """Engines that serve, by name and address, in a directory of their own; ends what is pushed on the exit stack."""
     async with AsyncExitStack() as exits:
         directory = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="picker-demo-")))
         names = [f"engine-{number}" for number in range(engines)]
-        children = [await _child(exits, name, _engine_arguments(name, shape), directory) for name in names]
+        children = [
+            await _child(exits, name, _engine_arguments(name, shape, kv_events=kv_events), directory) for name in names
+        ]
         ready = [await child.says(r"listening on http://(\S+)", _READY_SECONDS) for child in children]
         yield exits, directory, children, {name: match[1] for name, match in zip(names, ready, strict=True)}
 
@@ -154,8 +192,8 @@ async def _child(exits: AsyncExitStack, name: str, arguments: list[str], directo
     return child
 
 
-def _engine_arguments(name: str, shape: Shape) -> list[str]:
-    options = {
+def _engine_arguments(name: str, shape: Shape, *, kv_events: bool) -> list[str]:
+    options: dict[str, Any] = {
         "port": 0,
         "name": name,
         "model": MODEL,
@@ -164,6 +202,8 @@ def _engine_arguments(name: str, shape: Shape) -> list[str]:
         "num-gpu-blocks": shape.cache_blocks,
         "grace": 0.2,
     }
+    if kv_events:
+        options |= {"kv-events-port": 0, "kv-events-replay-port": 0}
     return ["engine-sim", *(f"--{option}={value}" for option, value in options.items())]
 
 
