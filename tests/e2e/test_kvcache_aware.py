@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import sys
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -46,6 +47,7 @@ class Fleet:
     predict: str
     session: aiohttp.ClientSession
     sidecars: list[SidecarProcess] = field(default_factory=list)
+    redis: object = None
 
     def named(self, name: str) -> RunningEngine:
         return next(engine for engine in self.engines if engine.stats()["name"] == name)
@@ -124,8 +126,7 @@ async def start_fleet(start_picker, start_envoy_here, make_redis):
         addresses = [entry["address"] for entry in entries]
         envoy = await start_envoy_here(bootstrap(template, picker=picker.address, endpoints=addresses))
         (up,) = picker.events("The picker is up")
-        fleet = Fleet(engines, picker, envoy.port, f"http://127.0.0.1:{up['predict']}", session, sidecars)
-        fleet.redis = redis
+        fleet = Fleet(engines, picker, envoy.port, f"http://127.0.0.1:{up['predict']}", session, sidecars, redis)
 
         async def ready() -> bool:
             return (await picker.metrics())("kv_sources_connected") == 2
@@ -277,3 +278,91 @@ async def test_a_sidecar_predicts_for_its_engine(start_fleet, mode):
         "pod_affinities": [{"pod_id": "sim-0.default", "cached_blocks": 6, "cached_tokens": 96, "complete": True}],
     }
     assert (await answer(fleet.sidecars[1]))["predicted_cached_tokens"] == 0
+
+
+async def test_lost_repeated_swapped_and_broken_frames_end_in_the_same_knowledge(start_fleet):
+    fleet = await start_fleet("direct", blocks=40)
+    faults = {"drop_every": 5, "repeat_every": 4, "swap_every": 7, "corrupt_every": 6}
+    for engine in fleet.engines:
+        async with fleet.session.post(f"{engine.url}/sim/kv_event_faults", json=faults) as answer:
+            assert answer.status == 200
+    rng = random.Random(9)
+    stems = [prompt(number, 16 * (number + 2)) for number in range(8)]
+    texts = [rng.choice(stems) + prompt(100 + turn, rng.choice((5, 16, 31))) for turn in range(60)]
+    for text in texts:
+        await fleet.send(body(text))
+    for engine in fleet.engines:
+        async with fleet.session.post(f"{engine.url}/sim/kv_event_faults", json={}) as answer:
+            assert answer.status == 200
+    marks = {}
+    for engine in fleet.engines:
+        name = engine.stats()["name"]
+        marks[name] = prompt(1000, 40)
+        await fleet.ask(engine, body(marks[name]))
+    for name, text in marks.items():
+        await fleet.until_predicted(body(text), name, 32, 20)
+
+    async def whole() -> bool:
+        return (await fleet.picker.metrics())("kv_incomplete_endpoints") == 0
+
+    await until(whole, 20)
+    for text in texts[-8:]:
+        predicted = await fleet.predicted(body(text))
+        name, cached = await fleet.send(body(text))
+        assert cached == predicted[name]
+        await fleet.until_predicted(body(text), name, (len(text) // 4 - 1) // BLOCK * BLOCK)
+    metrics = await fleet.picker.settled()
+    assert metrics("kv_events_total", kind="gaps") > 0
+    assert metrics("kv_events_dropped_total", reason="duplicate") > 0
+
+
+async def test_the_plugin_comes_changes_and_goes_with_the_configuration(start_fleet):
+    fleet = await start_fleet("direct")
+    picker, text = fleet.picker, prompt(1, 64)
+    name, _ = await fleet.send(body(text))
+    await fleet.until_predicted(body(text), name, 48)
+    whole = picker.config
+
+    async def metric(wanted: float, metric: str, **labels: str) -> None:
+        async def is_it() -> bool:
+            return (await picker.metrics())(metric, **labels) == wanted
+
+        await until(is_it)
+
+    # Other arguments: the index begins anew, and what engines hold comes back by replay.
+    args = {"indexMode": "direct", "maxBlocksPerPod": 1000}
+    picker.write({**whole, "scheduler": {"pluginConfig": [{"name": "kvcache-aware", "args": args}], "plugins": SCORES}})
+
+    async def again() -> bool:
+        return len(picker.events("KVCacheAware: direct mode active")) == 2
+
+    await until(again)
+    await fleet.until_predicted(body(text), name, 48)
+    # Something else changes: it stays as it is.
+    picker.write({**picker.config, "exchange": {"decisionSeconds": 0.5}})
+
+    async def reloaded() -> bool:
+        return (await picker.metrics())("config_reloads_total", outcome="ok") == 2
+
+    await until(reloaded)
+    assert (await fleet.predicted(body(text)))[name] == 48
+    assert len(picker.events("KVCacheAware: direct mode active")) == 2
+    # Without the plugin there is nothing to ask.
+    picker.write({key: value for key, value in whole.items() if key != "scheduler"})
+    await metric(0, "kv_sources_connected")
+    assert await fleet.predicted(body(text)) == {}
+    assert (await send(fleet.port, body(text), path="/v1/completions")).status == 200
+    picker.write(whole)
+    await metric(2, "kv_sources_connected")
+    await fleet.until_predicted(body(text), name, 48)
+
+
+async def test_without_the_token_that_the_configuration_names_the_picker_does_not_start(tmp_path):
+    path = tmp_path / "picker.yaml"
+    path.write_text("predict: {tokenEnvironment: PICKER_TOKEN_THAT_IS_NOT_SET}\n")
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "picker", "serve", "-c", str(path)), stderr=asyncio.subprocess.PIPE
+    )
+    _, error = await asyncio.wait_for(process.communicate(), 20)
+    assert process.returncode == 2
+    assert b"PICKER_TOKEN_THAT_IS_NOT_SET" in error
