@@ -182,6 +182,30 @@ async def test_what_tells_prompts_apart_for_engines_does_so_here(start_fleet, te
     assert (await fleet.predicted(json.dumps({"token_ids": ids}).encode()))[name] == 96
 
 
+@pytest.mark.parametrize("template", Template)
+async def test_a_conversation_stays_where_its_blocks_are(start_fleet, template):
+    fleet = await start_fleet("direct", template=template)
+    messages = [{"role": "system", "content": prompt(5, 200)}]
+    home = ""
+    for turn in range(4):
+        messages.append({"role": "user", "content": prompt(50 + turn, 30)})
+        request = json.dumps({"model": "sim", "messages": messages, "max_tokens": 40}).encode()
+        if turn:
+            explained = await fleet.picker.matched(request, "kvcache-aware")
+            (held, total), (other, _) = sorted(explained.values(), reverse=True)
+            # All but the new question was computed before, the answers included.
+            assert total - held <= 3 * BLOCK
+            assert other == 0
+        predicted = await fleet.predicted(request)
+        answer = await send(fleet.port, request)
+        usage = answer.seen["usage"]
+        home = home or answer.headers["x-engine"]
+        assert answer.headers["x-engine"] == home
+        assert usage["prompt_tokens_details"]["cached_tokens"] == predicted[home]
+        messages.append(answer.seen["choices"][0]["message"])
+        await fleet.until_predicted(request, home, (usage["prompt_tokens"] - 1) // BLOCK * BLOCK)
+
+
 @pytest.mark.parametrize("mode", MODES)
 async def test_after_an_eviction_the_prediction_falls_and_a_restart_forgets(start_fleet, mode):
     fleet = await start_fleet(mode, blocks=64)

@@ -24,10 +24,11 @@ class Step:
     name = "bytes"
 
     def __init__(self) -> None:
-        self.fails = False
+        self.fails = 0
 
     async def tokenize(self, request, served, seconds):  # noqa: ARG002
         if self.fails:
+            self.fails -= 1
             raise StepError(Outcome.TIMEOUT, "too slow")
         texts = request.prompts or [message["content"] for message in request.field("messages") or ()]
         return [Tokens(array("I", list(text.encode()))) for text in texts if isinstance(text, str)]
@@ -137,12 +138,19 @@ async def test_bodies_that_are_no_requests(serve, body):
     assert set(answer["error"]) == {"message", "code"}
 
 
+async def test_a_prompt_that_takes_its_time_is_waited_for(serve):
+    step = Step()
+    url, _ = await serve(Fleet(), step)
+    step.fails = 4
+    assert (await ask(url, {"prompt": "abc"}))[0] == 200
+
+
 async def test_what_cannot_be_known_now_is_503(serve):
     fleet, step = Fleet(), Step()
     url, gate = await serve(fleet, step)
-    step.fails = True
+    step.fails = 5
     assert (await ask(url, {"prompt": "abc"}))[0] == 503
-    step.fails, fleet.away = False, True
+    fleet.away = True
     assert (await ask(url, {"prompt": "abd"}))[0] == 503
     fleet.away = False
     assert (await ask(url, {"prompt": "abd"}))[0] == 200

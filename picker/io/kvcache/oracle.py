@@ -11,6 +11,10 @@ from picker.core.plugins.kvcache_aware import indexed
 from picker.core.prompts import Unused
 from picker.core.tokens.prompt import EngineRequest, TokenPrompt, read_engine_request
 from picker.io.tokenize.chain import TokenizerChain
+from picker.io.tokenize.step import Outcome
+
+_ATTEMPTS = 5
+"""A prompt that takes longer than a decision may wait is tokenized meanwhile: nobody is in a hurry here."""
 
 
 class Held(NamedTuple):
@@ -69,7 +73,10 @@ class Oracle:
         tokenizer, holders = self._tokenizer(), self._holders()
         if tokenizer is None or holders is None:
             raise PredictionError(503, "it is not known what engines hold: enable kvcache-aware under Score")
-        tokenized = await tokenizer.tokenize(request)
+        for _ in range(_ATTEMPTS):
+            tokenized = await tokenizer.tokenize(request)
+            if tokenized.reason is not Outcome.TIMEOUT:
+                break
         if not tokenized.prompts:
             raise PredictionError(503, f"the prompt could not be tokenized ({tokenized.reason})")
         held = await holders.held(tokenized.prompts)

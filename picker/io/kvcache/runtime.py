@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 from msgspec.structs import replace
@@ -22,15 +22,15 @@ from picker.core.plugins.kvcache_args import IndexMode, KvCacheArgs
 from picker.core.plugins.kvcache_aware import OWNERS, TOKENS, KvCacheProducer, standard_hashes, standard_model
 from picker.core.scheduling.api import Request
 from picker.core.tokens.prompt import EngineRequest, ModelNames, TokenPrompt, read_engine_request
-from picker.io.kvcache.direct import DirectSources
-from picker.io.kvcache.memory import MemorySources
 from picker.io.kvcache.oracle import NOTHING, Held, block_size_of, held_by_events
-from picker.io.kvcache.redis import RedisOwners
 from picker.io.kvcache.sources import Followed, Sources
 from picker.io.kvcache.tokenizers import open_tokenizers
 from picker.io.kvcache.watch import Watch
 from picker.io.tokenize.chain import TokenizerChain
 from picker.io.tokenize.remote import Target, engine_targets
+
+if TYPE_CHECKING:
+    from picker.io.kvcache.redis import RedisOwners
 
 logger = structlog.get_logger(__name__)
 
@@ -56,11 +56,18 @@ class KvCacheRuntime:
         self.chain: TokenizerChain | None = None
         self.redis: RedisOwners | None = None
         self.sources: Sources
+        # Only those who use a mode need its libraries.
         if args.index_mode is IndexMode.DIRECT:
+            from picker.io.kvcache.direct import DirectSources  # noqa: PLC0415
+
             self.sources = DirectSources(producer.index, args)
         elif args.index_mode is IndexMode.MEMORY:
+            from picker.io.kvcache.memory import MemorySources  # noqa: PLC0415
+
             self.sources = MemorySources(producer, args)
         else:
+            from picker.io.kvcache.redis import RedisOwners  # noqa: PLC0415
+
             self.sources = self.redis = RedisOwners(producer, args, director.table)
         self.args = args
         self._director = director

@@ -57,16 +57,13 @@ class Sources(Protocol):
 class EngineFeed:
     """Applies one endpoint's events to the index, a `KvEventHandler`, until it is `closed`.
 
-    `batches` and `heard_at` (Unix seconds) say what came. Ranks count by where they were heard, whatever they call
+    `batches` counts what came. Ranks count by where they were heard, whatever they call
     themselves: what is said of a restart has to mean the same rank.
     """
 
     def __init__(self, index: BlockIndex, slot: int, clock: Callable[[], float] = time.time) -> None:
         self.slot = slot
         self.batches = 0
-        self.stored = 0
-        self.restarts = 0
-        self.heard_at: float | None = None
         self.closed = False
         self._index = index
         self._clock = clock
@@ -82,14 +79,11 @@ class EngineFeed:
         if batch.data_parallel_rank != rank:
             batch = replace(batch, data_parallel_rank=rank)
         self.batches += 1
-        self.stored += len(batch.events)
-        self.heard_at = self._clock()
-        self._index.apply(self.slot, "", batch, self.heard_at)
+        self._index.apply(self.slot, "", batch, self._clock())
 
     def on_restart(self, rank: int) -> None:
         if self.closed:
             return
-        self.restarts += 1
         self._index.open(self.slot, "", self._clock(), rank=rank)
         self._index.restart(self.slot, rank)
         self._index.mark_complete(self.slot, rank)
