@@ -6,17 +6,21 @@ import asyncio
 import json
 import random
 import time
+from array import array
 from contextlib import asynccontextmanager
 
 import pytest
 from aiohttp import web
 from structlog.testing import capture_logs
 
+from picker.core.block_hashes.context import HashContext
+from picker.core.block_hashes.kthena import standardized
 from picker.core.director import Director
 from picker.core.endpoints import Endpoint, EndpointTable, EngineMetrics, KvEvents
-from picker.core.exchange.effects import BodyState, Decide
+from picker.core.exchange.effects import BodyState, Decide, Finish, LearnedOn
 from picker.core.plugins.kvcache_args import IndexMode, KvCacheArgs, RedisArgs, Way
 from picker.core.plugins.registry import SchedulerSpec, build_scheduler
+from picker.core.tokens.prompt import TokenPrompt
 from picker.io.kvcache import watch
 from picker.io.kvcache.direct import event_source
 from picker.io.kvcache.memory import router_id
@@ -320,3 +324,63 @@ def test_where_redis_is(address, environment, expected):
 def test_what_sidecars_know_a_picker_by():
     assert router_id({"POD_NAMESPACE": "ns", "POD_NAME": "pod"}) == "ns/pod"
     assert "/" not in router_id({"POD_NAME": "pod"})
+
+
+async def test_a_sidecar_of_kthena_is_understood(background, until):
+    lines: asyncio.Queue[dict] = asyncio.Queue()
+    registered = []
+
+    async def register(request):
+        registered.append(await request.json())
+        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+        await response.prepare(request)
+        while True:
+            line = {"pod_identifier": "a.default", "model_name": "sim", "events": [await lines.get()]}
+            await response.write(json.dumps(line).encode() + b"\n")
+
+    app = web.Application()
+    app.router.add_post("/kvcache/routers/register", register)
+    runner = web.AppRunner(app, shutdown_timeout=0.01, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    director, runtime = make(index_mode=IndexMode.MEMORY)
+    background(runtime.run())
+    become(director, runtime, Endpoint("a", "127.0.0.1:9", runtime=f"127.0.0.1:{runner.addresses[0][1]}"))
+    await until(lambda: runtime.sources.is_connected(0))
+    assert registered[0]["router_id"]
+    director.table.observe(0, EngineMetrics(models=frozenset({"sim"}), bases=("sim",)), time.monotonic())
+    asked = asking("", prompt=list(range(97)))
+
+    async def match() -> int | None:
+        (found,) = (await decide(director, asked)).plugins[0].match.matched.tolist()
+        return found
+
+    async def becomes(tokens: int) -> None:
+        async def is_it() -> bool:
+            return await match() == tokens
+
+        await until(is_it)
+
+    blocks = standardized(array("I", range(96)), 16, HashContext())
+    now = int(time.time())
+    lines.put_nowait({"type": "snapshot", "block_hashes": blocks[:4], "timestamps": [now] * 4})
+    await becomes(64)
+    tokens = TokenPrompt(array("I", range(97)), "sim")
+    assert await runtime.held([tokens]) == [("a", 64, 4, True)]
+    lines.put_nowait({"type": "stored", "block_hashes": blocks[4:], "timestamp": now})
+    await becomes(96)
+    lines.put_nowait({"type": "removed", "block_hashes": blocks[2:3]})
+    await becomes(32)
+    # A pick is visible though such a sidecar says nothing of the engine's own blocks.
+    await until(lambda: runtime.producer.index.stats()[0].block_sizes == (16,))
+    ticket = director.route(await decide(director, asked))
+    assert await match() == 96
+    ticket.finish(Finish(success=True, learned_on=LearnedOn.STREAM_END, status=200, served=None))
+    assert await match() == 32
+    # The engine restarted, as its metrics say: the sidecar does not notice.
+    director.restarted(0)
+    assert await match() == 0
+    lines.put_nowait({"type": "stored", "block_hashes": blocks, "timestamp": now})
+    await becomes(96)
+    await runner.cleanup()
+    await becomes(0)
