@@ -274,6 +274,19 @@ async def test_a_model_that_nobody_serves_is_noticed(background, until, monkeypa
     assert [log["model"] for log in logs if "No engine serves" in log["event"]] == ["other"]
 
 
+async def test_several_base_models_are_noticed(background, until):
+    director, runtime = make(index_mode=IndexMode.DIRECT)
+    with capture_logs() as logs:
+        background(runtime.run())
+        become(director, runtime, Endpoint("a", "127.0.0.1:9"), Endpoint("b", "127.0.0.1:10"))
+        for slot, names in enumerate((("one", "alias"), ("alias", "two"))):
+            director.table.observe(slot, EngineMetrics(models=frozenset(names), bases=names), time.monotonic())
+        await asyncio.sleep(0.6)
+        assert [log for log in logs if "different base models" in log["event"]] == []
+        director.table.observe(1, EngineMetrics(models=frozenset({"two"}), bases=("two",)), time.monotonic())
+        await until(lambda: [log for log in logs if "different base models" in log["event"]])
+
+
 async def test_prompts_that_never_match_are_noticed(background, until, monkeypatch):
     monkeypatch.setattr(watch, "NEVER_MATCHED", 4)
     director, runtime = make(index_mode=IndexMode.DIRECT)

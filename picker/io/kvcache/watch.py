@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import structlog
 
@@ -60,6 +61,13 @@ class Watch:
                 blocks[source.slot] += source.blocks
             for slot in self._table.slots.tolist():
                 self._look_at(slot, blocks[slot] + self._producer.hashes.blocks_of(slot))
+        bases = {names for slot in self._table.slots.tolist() if (names := self._table.bases[slot])}
+        if any(set(one).isdisjoint(other) for one, other in pairwise(sorted(bases))):
+            self._warn(
+                ("bases",),
+                "Endpoints serve different base models; kvcache-aware makes tokens for one, so give each a picker of its own",
+                models=[names[0][:80] for names in sorted(bases)][:5],
+            )
         for name, count in self._unknown.items():
             if count >= SILENT_PICKS:
                 self._warn(
