@@ -6,140 +6,22 @@ import asyncio
 import json
 import random
 import sys
-from dataclasses import dataclass, field
 
-import aiohttp
 import pytest
 import pytest_asyncio
 
-from picker.app.envoy import Template, bootstrap
-from picker.sim.config import EngineSimConfig
-from picker.sim.launch import RunningEngine, start_engine
-from picker.sim.limits import EngineLimits, StepCost
-from picker.sim.publisher import KvEventSettings
+from picker.app.envoy import Template
 from tests.support.http_client import send
-from tests.support.picker_process import OFTEN, PickerProcess, until
-from tests.support.sidecar_process import SidecarProcess
+from tests.support.kvcache_fleet import BLOCK, MODES, SCORES, body, fleets, prompt
+from tests.support.picker_process import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
-
-BLOCK = 16
-MODES = ("direct", "memory", "redis")
-SCORES = {"Score": {"enabled": [{"name": "least-request", "weight": 1}, {"name": "kvcache-aware", "weight": 3}]}}
-
-
-def prompt(seed: int, tokens: int, tail: str = "") -> str:
-    """Text of so many tokens of the simulated engine, four bytes each, and no block of it like another."""
-    return random.Random(seed).randbytes(2 * tokens).hex() + tail
-
-
-def body(text: str, model: str = "sim", **more: object) -> bytes:
-    return json.dumps({"model": model, "prompt": text, "max_tokens": 1, **more}).encode()
-
-
-@dataclass
-class Fleet:
-    """Two engines with what tells of them, a picker, and an Envoy before all."""
-
-    engines: list[RunningEngine]
-    picker: PickerProcess
-    port: int
-    predict: str
-    session: aiohttp.ClientSession
-    sidecars: list[SidecarProcess] = field(default_factory=list)
-    redis: object = None
-
-    def named(self, name: str) -> RunningEngine:
-        return next(engine for engine in self.engines if engine.stats()["name"] == name)
-
-    async def send(self, request: bytes) -> tuple[str, int]:
-        """Send a request through Envoy; returns the engine that served it, and what it reports as cached."""
-        answer = await send(self.port, request, path="/v1/completions")
-        assert answer.status == 200, answer.body
-        return answer.headers["x-engine"], answer.seen["usage"]["prompt_tokens_details"]["cached_tokens"]
-
-    async def ask(self, engine: RunningEngine, request: bytes) -> int:
-        """Send a request past everything."""
-        async with self.session.post(f"{engine.url}/v1/completions", data=request) as answer:
-            assert answer.status == 200
-            return (await answer.json())["usage"]["prompt_tokens_details"]["cached_tokens"]
-
-    async def predicted(self, request: bytes) -> dict[str, int]:
-        """The predicted cached tokens by engine, empty while there is no answer."""
-        async with self.session.post(f"{self.predict}/v1/cache/predict", data=request) as answer:
-            if answer.status != 200:
-                return {}
-            return {pod["pod_id"]: pod["cached_tokens"] for pod in (await answer.json())["pod_affinities"]}
-
-    async def until_predicted(self, request: bytes, name: str, tokens: int, seconds: float = 12) -> None:
-        async def is_it() -> bool:
-            return (await self.predicted(request)).get(name) == tokens
-
-        await until(is_it, seconds)
 
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def start_fleet(start_picker, start_envoy_here, make_redis):
-    engines, sidecars = [], []
-    session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(10))
-
-    async def start(mode: str, blocks: int = 200, template: Template = Template.FULL_DUPLEX, **args: object) -> Fleet:
-        for number in range(2):
-            config = EngineSimConfig(
-                name=f"sim-{number}",
-                loras=("adapter",),
-                limits=EngineLimits(block_size=BLOCK, num_gpu_blocks=blocks),
-                cost=StepCost(speed=500),
-                grace=0,
-                kv_events=KvEventSettings(),
-            )
-            engines.append(await start_engine(config))
-        entries = [{"name": one.stats()["name"], "address": one.url.removeprefix("http://")} for one in engines]
-        redis = None
-        if mode == "direct":
-            for entry, engine in zip(entries, engines, strict=True):
-                (publisher,) = engine.publishers
-                events = {"endpoint": publisher.endpoint, "replayEndpoint": publisher.replay_endpoint}
-                entry["kvEvents"] = events
-        else:
-            if mode == "redis":
-                redis = make_redis()
-                args["redis"] = {"address": f"127.0.0.1:{redis.port}"}
-            environment = {"KV_EVENT_SYNC_MODE": mode}
-            if redis is not None:
-                environment |= {"REDIS_HOST": "127.0.0.1", "REDIS_PORT": str(redis.port)}
-            sidecars.extend(SidecarProcess(one, f"{one.stats()['name']}.default", **environment) for one in engines)
-            await asyncio.gather(*(sidecar.start() for sidecar in sidecars))
-            for entry, sidecar in zip(entries, sidecars, strict=True):
-                entry["runtime"] = sidecar.address
-        picker = await start_picker(
-            {
-                "predict": {"listen": "127.0.0.1:0", "requestsPerSecond": 1000},
-                "endpoints": {"static": entries},
-                "scrape": OFTEN,
-                "scheduler": {
-                    "pluginConfig": [{"name": "kvcache-aware", "args": {"indexMode": mode, **args}}],
-                    "plugins": SCORES,
-                },
-            }
-        )
-        addresses = [entry["address"] for entry in entries]
-        envoy = await start_envoy_here(bootstrap(template, picker=picker.address, endpoints=addresses))
-        (up,) = picker.events("The picker is up")
-        fleet = Fleet(engines, picker, envoy.port, f"http://127.0.0.1:{up['predict']}", session, sidecars, redis)
-
-        async def ready() -> bool:
-            return (await picker.metrics())("kv_sources_connected") == 2
-
-        await until(ready)
-        return fleet
-
-    yield start
-    for sidecar in sidecars:
-        await sidecar.close()
-    for engine in engines:
-        await engine.close()
-    await session.close()
+    async with fleets(start_picker, start_envoy_here, make_redis) as start:
+        yield start
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -284,7 +166,7 @@ async def test_a_sidecar_predicts_for_its_engine(start_fleet, mode):
     request = body(prompt(1, 100))
     assert await fleet.ask(fleet.engines[0], request) == 0
 
-    async def answer(sidecar: SidecarProcess) -> dict[str, object]:
+    async def answer(sidecar) -> dict[str, object]:
         async with fleet.session.post(f"http://{sidecar.address}/v1/cache/predict", data=request) as found:
             assert found.status == 200
             return await found.json()
