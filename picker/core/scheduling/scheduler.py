@@ -71,14 +71,16 @@ class Scheduler:
                 if match is not None:
                     matches[producer.name] = match
             matched = timer()
-            totals = np.zeros(len(slots))
             for scorer, weight in self.scorers:
                 held = matches.get(scorer.producer) if scorer.producer else None
                 info = held.info if held else None
                 scores = scorer.score(request, candidates, info, rng)
                 if scores is not None:
-                    totals += scores if weight == 1 else scores * weight
+                    weighted = scores if weight == 1 else scores * weight
+                    totals = totals + weighted if len(totals) else weighted
                 plugins.append(PluginScores(scorer.name, weight, scores, info))
+            if not len(totals):
+                totals = np.zeros(len(slots))
             scored = timer()
             order = pick(totals, in_flight, fallbacks + 1, rng)
         done = timer()
