@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -58,8 +59,12 @@ class Samples:
         return sum(value for found, own, value in self._samples if found == f"picker_{name}" and wanted <= own.items())
 
     def series(self, name: str, label: str) -> dict[str, float]:
-        """The series of `picker_<name>` that are not 0, by one label."""
-        return {own[label]: value for found, own, value in self._samples if found == f"picker_{name}" and value}
+        """What `picker_<name>` says for each value of one label; zeros are left out."""
+        found: defaultdict[str, float] = defaultdict(float)
+        for own_name, labels, value in self._samples:
+            if own_name == f"picker_{name}":
+                found[labels[label]] += value
+        return {value: count for value, count in found.items() if count}
 
     @property
     def memory(self) -> float:
