@@ -82,7 +82,7 @@ class PickerProcess:
         self.ports: dict[str, int] = {}
         self._process: asyncio.subprocess.Process | None = None
         self._session: aiohttp.ClientSession | None = None
-        listen = dict.fromkeys(("extproc", "admin", "http"), "127.0.0.1:0")
+        listen: dict[str, Any] = dict.fromkeys(("extproc", "admin", "http"), "127.0.0.1:0")
         listen |= {"leaveSeconds": 0, "drainSeconds": 5, **config.get("listen", {})}
         self.write({**config, "listen": listen})
 
