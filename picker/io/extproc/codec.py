@@ -155,12 +155,8 @@ def _protocol(message: pb.ProcessingRequest) -> ProtocolConfig | None:
 
 
 def _metadata(message: pb.ProcessingRequest, namespace: str, key: str) -> Value | None:
-    if not message.HasField("metadata_context"):
-        return None
-    namespaces = message.metadata_context.filter_metadata
-    if namespace not in namespaces:
-        return None
-    return namespaces[namespace].fields.get(key)
+    values: Struct | None = message.metadata_context.filter_metadata.get(namespace)
+    return None if values is None else values.fields.get(key)
 
 
 def _subset(message: pb.ProcessingRequest) -> tuple[str, ...] | None:
@@ -185,8 +181,6 @@ def _served(message: pb.ProcessingRequest) -> str | None:
     value = _metadata(message, LB_METADATA, SERVED)
     if value is not None and value.string_value:
         return value.string_value
-    if _ATTRIBUTES in message.attributes:
-        fields: Struct = message.attributes[_ATTRIBUTES]
-        if _UPSTREAM_ADDRESS in fields.fields:
-            return fields.fields[_UPSTREAM_ADDRESS].string_value or None
-    return None
+    attributes: Struct | None = message.attributes.get(_ATTRIBUTES)
+    value = None if attributes is None else attributes.fields.get(_UPSTREAM_ADDRESS)
+    return None if value is None else value.string_value or None
