@@ -21,6 +21,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.engine import Engine
 
 UP = "The picker is up"
+EXTPROC_HOST = "127.{}.{}.1".format(*divmod(os.getpid() % 60_000 + 256, 256))
+"""One loopback address for each test process: an Envoy whose picker was killed goes on asking at the dead port, which
+another process may get meanwhile."""
 _START_SECONDS = 20
 
 
@@ -82,14 +85,14 @@ class PickerProcess:
         self.ports: dict[str, int] = {}
         self._process: asyncio.subprocess.Process | None = None
         self._session: aiohttp.ClientSession | None = None
-        listen: dict[str, Any] = dict.fromkeys(("extproc", "admin", "http"), "127.0.0.1:0")
+        listen: dict[str, Any] = {"extproc": f"{EXTPROC_HOST}:0", "admin": "127.0.0.1:0", "http": "127.0.0.1:0"}
         listen |= {"leaveSeconds": 0, "drainSeconds": 5, **config.get("listen", {})}
         self.write({**config, "listen": listen})
 
     @property
     def address(self) -> str:
         """Of ext_proc."""
-        return f"127.0.0.1:{self.ports['extproc']}"
+        return f"{EXTPROC_HOST}:{self.ports['extproc']}"
 
     @property
     def pid(self) -> int:
@@ -111,8 +114,9 @@ class PickerProcess:
         if self._session is None:
             self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(10))
         if self.ports:
-            addresses = {name: f"127.0.0.1:{port}" for name, port in self.ports.items()}
-            self.write({**self.config, "listen": {**self.config["listen"], **addresses}})
+            listen = self.config["listen"]
+            ports = {name: listen[name].rpartition(":")[0] + f":{port}" for name, port in self.ports.items()}
+            self.write({**self.config, "listen": {**listen, **ports}})
         before = len(self.log())
         with (self.directory / "log").open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
