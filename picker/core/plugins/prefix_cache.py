@@ -80,7 +80,7 @@ class PrefixCacheProducer:
                 break
             by_slot[slots] = blocks
             left -= len(slots)
-        info = MatchInfo(by_slot[candidates.slots], sum(map(len, chains)), "blocks")
+        info = MatchInfo(by_slot.take(candidates.slots), sum(map(len, chains)), "blocks")
         return PrefixMatch(self.index, prompt.model, chains, info)
 
     def forget(self, slot: int) -> None:
@@ -97,19 +97,25 @@ class PrefixMatch(Struct, frozen=True, gc=False):
 
     def picked(self, slot: int) -> PrefixLearning:
         hold = self.prefixes.hold
-        return PrefixLearning(self, [hold(slot, chain) for chain in self.chains])
+        return PrefixLearning(self, slot, [hold(slot, chain) for chain in self.chains])
 
 
 class PrefixLearning(Struct, frozen=True, gc=False):
     """Blocks that are visible for the picked endpoint while the request is on its way."""
 
     match: PrefixMatch
+    picked: int
     holds: Sequence[Hold]
 
     def confirm(self, slot: int | None) -> None:
+        match, index = self.match, self.match.prefixes
+        if slot == self.picked:
+            for hold in self.holds:
+                index.keep(hold, match.model)
+            return
         if slot is not None:
-            for chain in self.match.chains:
-                self.match.prefixes.record(slot, self.match.model, chain)
+            for chain in match.chains:
+                index.record(slot, match.model, chain)
         self.undo()
 
     def undo(self) -> None:
@@ -127,7 +133,9 @@ class PrefixScorer:
     def score(self, request: Request, candidates: Candidates, match: MatchInfo | None, rng: Rng) -> Floats | None:  # noqa: ARG002
         if match is None or not match.total:
             return None
-        return np.trunc(match.matched / match.total * 100.0)
+        scores: Floats = match.matched / match.total
+        scores *= 100.0
+        return np.trunc(scores, out=scores)
 
 
 def _sums(prompts: Sequence[Sequence[tuple[int, int]]]) -> Sequence[tuple[int, int]]:

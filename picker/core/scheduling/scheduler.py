@@ -64,7 +64,7 @@ class Scheduler:
         plugins: list[PluginScores] = []
         totals: Floats = _NOTHING
         order: tuple[int, ...] = ()
-        in_flight: Integers = table.in_flight[slots]
+        in_flight: Integers = table.in_flight.take(slots)
         if reason is Reason.ROUTED:
             for producer in self.producers:
                 match = producer.match(request, candidates, rng)
@@ -88,7 +88,7 @@ class Scheduler:
             request=request,
             reason=reason,
             slots=slots,
-            endpoints=tuple(map(table.endpoints.__getitem__, slots.tolist())),
+            endpoints=table.all if slots is table.slots else tuple(map(table.endpoints.__getitem__, slots.tolist())),
             in_flight=in_flight,
             totals=totals,
             plugins=tuple(plugins),
