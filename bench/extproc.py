@@ -6,6 +6,7 @@ the median of its rounds, and only ratios within one run count.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from statistics import median
@@ -22,6 +23,10 @@ from picker.app.envoy import EnvoyProcess, Template
 _BODY_BYTES = 4096
 _CONNECTIONS = 16
 _WARM_SECONDS = 1.0
+_IDLE_SECONDS = 3.0
+_USUAL_SCRAPE_SECONDS = 0.2
+_SCRAPE_SECONDS = 1.0
+"""Scraping costs by the second and not by the request, so that it has a row of its own and is rare in the others."""
 _FILL_SECONDS = 5.0
 """Long enough to fill the prefix index, so that what is measured drops entries as a picker does for most of its life."""
 
@@ -60,10 +65,11 @@ async def _run() -> list[Row]:
         start = stack.enter_async_context
         engines = (await start(rig.engines())).ports
         servers = {
-            _PICKER: await start(rig.picker(engines)),
+            _PICKER: await start(rig.picker(engines, scrape_seconds=_SCRAPE_SECONDS)),
             _CONSTANT: await start(rig.constant_server("http2", engines[0])),
             _GRPCIO: await start(rig.constant_server("grpcio", engines[0])),
         }
+        rows.append(await _idle_row(engines))
         plain = _Contender(_PLAIN, None, await start(rig.envoy(Template.BUFFERED, None, engines)))
         bodies = Bodies(_BODY_BYTES)
         for template in (Template.FULL_DUPLEX, Template.BUFFERED):
@@ -113,6 +119,17 @@ async def _turn(contender: _Contender, bodies: Bodies, connections: int, seconds
     each = 1e6 / load.requests
     percentiles = load.percentiles
     return _Round(server_cpu * each, envoy_cpu * each, load.requests / load.seconds, percentiles[49], percentiles[98])
+
+
+async def _idle_row(engines: Sequence[int]) -> Row:
+    progress("a picker without requests")
+    async with rig.picker(engines, scrape_seconds=_USUAL_SCRAPE_SECONDS) as server:
+        await asyncio.sleep(_WARM_SECONDS)
+        before = rig.cpu_seconds(server.pid)
+        await asyncio.sleep(_IDLE_SECONDS)
+        share = (rig.cpu_seconds(server.pid) - before) / _IDLE_SECONDS
+    measured = f"{rig.ENDPOINTS} engines, scraped every {_USUAL_SCRAPE_SECONDS} s"
+    return Row("CPU of an idle picker", measured, share * 100, "% of a core")
 
 
 async def _streams(envoy: EnvoyProcess) -> int:

@@ -49,14 +49,15 @@ async def constant_server(transport: str, engine: int) -> AsyncIterator[Server]:
 
 
 @asynccontextmanager
-async def picker(engine_ports: Sequence[int]) -> AsyncIterator[Server]:
-    """`picker serve` as users run it, with prefix-cache and least-request."""
+async def picker(engine_ports: Sequence[int], *, scrape_seconds: float) -> AsyncIterator[Server]:
+    """`picker serve` as users run it, with prefix-cache and least-request of equal weight."""
     static = [{"name": f"pod-{port}", "address": f"127.0.0.1:{port}"} for port in engine_ports]
     score = [{"name": name, "weight": 1} for name in ("least-request", "prefix-cache")]
     config = {
         "listen": {"extproc": "127.0.0.1:0", "admin": "127.0.0.1:0", "http": "127.0.0.1:0", "leaveSeconds": 0},
         "endpoints": {"static": static},
         "scheduler": {"plugins": {"Filter": {"enabled": ["least-request"]}, "Score": {"enabled": score}}},
+        "scrape": {"intervalSeconds": scrape_seconds},
         "log": {"format": "json"},
     }
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:

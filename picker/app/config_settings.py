@@ -64,7 +64,8 @@ class Listen(Struct, frozen=True, rename="camel"):
     max_message_bytes: _Bytes = 16 * 1024 * 1024
     """Largest ext_proc message, in bytes. A larger one ends its stream."""
     max_concurrent_streams: Annotated[int, Meta(ge=1, le=2**31 - 1)] = 100_000
-    """ext_proc streams on one connection. Envoy has one open for every request in flight."""
+    """ext_proc streams on one connection. Envoy has one open for every request in flight; where the limit is too small,
+    requests pass without a pick, or fail in full duplex."""
     tls: Tls = Tls()
     """Encryption of the ext_proc port."""
     leave_seconds: Annotated[float, Meta(ge=0, le=60)] = 3.0

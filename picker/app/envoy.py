@@ -114,8 +114,8 @@ def bootstrap(
     if subset is not None:
         filters.insert(0, _subset_hint(subset))
     if http1_trailers:
-        connections["http_protocol_options"] = {"enable_trailers": True}
-        _explicit_http(clusters["inference"])["http_protocol_options"] = {"enable_trailers": True}
+        connections["http_protocol_options"]["enable_trailers"] = True
+        _explicit_http(clusters["inference"])["http_protocol_options"]["enable_trailers"] = True
     if graceful_close:
         layer = {"name": "static", "static_layer": {_GRACEFUL_CLOSE: True}}
         config["layered_runtime"] = {"layers": [layer]}

@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         loaded = load_file(path)
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        print(f"{path}:\n{error}", file=sys.stderr)
         return 2
     configure_logging(str(loaded.config.log.level), str(loaded.config.log.format))  # type: ignore[arg-type]
     for warning in loaded.warnings:

@@ -104,6 +104,8 @@ class EndpointTable:
         self._most_waiting: float | None = None
         self.slots: Slots = np.zeros(0, np.intp)
         self.mask = 0
+        self.all: tuple[Endpoint, ...] = ()
+        """The endpoints of `slots`."""
         self._by_identity: dict[tuple[str, str, str], int] = {}
         self._by_address: dict[str, int] = {}
         self._by_place: dict[str, list[int]] = {}
@@ -155,6 +157,7 @@ class EndpointTable:
                 self._by_place.setdefault(place, []).append(slot)
         self.slots = np.array(sorted(self._by_identity.values()), np.intp)
         self.mask = sum(1 << int(slot) for slot in self.slots)
+        self.all = tuple(self.endpoints[slot] for slot in self.slots)
         return added, removed
 
     def observe(self, slot: int, metrics: EngineMetrics, now: float) -> None:

@@ -199,6 +199,8 @@ class _Scores(scores_pb2_grpc.ScoresServicer):
     ) -> AsyncIterator[scores_pb2.Decision]:
         try:
             with self._hub.watch(request.model) as watcher:
+                # Tells the client that from now on no decision is missed.
+                await context.send_initial_metadata(())
                 async for record in watcher:
                     started = time.perf_counter()
                     message = to_proto(record.decision, record.time)

@@ -108,12 +108,11 @@ class Hub:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.metrics = metrics
-        self.sample_decisions = sample_decisions
         self.recent: deque[Record] = deque(maxlen=RECENT_DECISIONS)
         self._clock = clock
         self._number = 0
         self._watchers: list[Watcher] = []
-        self._log = structlog.get_logger("picker").bind()
+        self.follow_logging(sample_decisions)
         self._pace = _Pace(monotonic)
 
     def decided(self, decision: Decision) -> None:
@@ -126,7 +125,7 @@ class Hub:
                 watcher.offer(record)
             if self.sample_decisions and number % self.sample_decisions == 0:
                 self._log.info("decision", **_log_fields(record.decision))
-            elif self._log.is_enabled_for(logging.DEBUG):
+            elif self._logs_all:
                 self._log.debug("decision", **_log_fields(record.decision))
         except Exception as error:  # noqa: BLE001  telemetry never fails a request
             self.failed("telemetry", error)
@@ -161,6 +160,7 @@ class Hub:
         """Log by what `configure_logging` set last, and one in so many decisions at info."""
         self.sample_decisions = sample_decisions
         self._log = structlog.get_logger("picker").bind()
+        self._logs_all = self._log.is_enabled_for(logging.DEBUG)
 
     @contextmanager
     def watch(self, model: str = "") -> Iterator[Watcher]:

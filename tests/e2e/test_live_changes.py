@@ -56,7 +56,7 @@ async def test_endpoints_come_and_go_with_their_file(start_picker, start_envoy_h
     envoy = await start_envoy_here(bootstrap(Template.FULL_DUPLEX, picker=picker.address))
     await known(picker, 3)
 
-    homes = {number: (await send(envoy.port, prompt(number))).headers["x-engine"] for number in range(9)}
+    homes = {number: (await send(envoy.port, prompt(number))).headers["x-engine"] for number in range(36)}
     assert set(homes.values()) == {engine.address for engine in engines[:3]}
     entries = (await picker.settled())("prefix_cache_entries")
 

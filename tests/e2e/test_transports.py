@@ -11,6 +11,7 @@ import pytest
 from picker.app.envoy import Template, bootstrap
 from picker.core.exchange.events import BodyMode
 from tests.support.bodies import chat
+from tests.support.engine import answer_bytes
 from tests.support.http_client import RawClient, send
 from tests.support.leaving import STAGES, leave
 from tests.support.load import load
@@ -164,3 +165,25 @@ async def test_more_requests_than_a_connection_may_have_streams(start_picker, st
     metrics = await picker.settled()
     assert metrics("transport_events_total", event="connections_opened") > 1
     assert metrics("decisions_total", reason="routed") >= 10
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_clients_that_do_not_read_take_nothing_from_others(start_picker, start_envoy_here, engines, transport):
+    picker = await start_picker(over_transport(engines, transport))
+    envoy = await start_envoy_here(bootstrap(Template.FULL_DUPLEX, picker=picker.address))
+    size = 10 * MEBIBYTE
+    idle = [
+        RawClient(*await asyncio.open_connection("127.0.0.1", envoy.port, limit=1024))  # what is not read stays unread
+        for _ in range(40)
+    ]
+    for client in idle:
+        await client.head("POST", f"/v1/chat/completions?bytes={size}&chunks=20", [("content-length", "2")])
+        await client.send(b"{}")
+    path = "/v1/chat/completions?bytes=70000&chunks=4"
+    answers = await asyncio.gather(*(send(envoy.port, chat(f"{number}"), path=path) for number in range(10)))
+    assert {(answer.status, answer.body) for answer in answers} == {(200, answer_bytes(70_000))}
+    assert (await idle[0].answer()).body == answer_bytes(size)
+    assert (await envoy.stats("cluster.picker.http2."))["cluster.picker.http2.outbound_flood"] == 0
+    for client in idle:
+        client.abort()
+    assert (await picker.settled())("anomalies_total") == 0

@@ -120,9 +120,9 @@ class Engine:
             return web.Response(body=body, headers=headers_out)
         response = web.StreamResponse(headers={**headers_out, "content-type": "text/event-stream"})
         response.enable_chunked_encoding()
-        await response.prepare(request)
         size = max(1, -(-len(body) // chunks))
         with suppress(ConnectionError):  # the client left
+            await response.prepare(request)
             for start in range(0, len(body), size):
                 await response.write(body[start : start + size])
                 await asyncio.sleep(float(query.get("every", "0")))

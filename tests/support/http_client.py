@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 Headers = Sequence[tuple[str, str]]
 
@@ -22,8 +23,8 @@ class Answer:
     interim: list[int] = field(default_factory=list)
 
     @property
-    def seen(self) -> dict[str, object]:
-        """What the upstream saw; its header names and values are under `headers`."""
+    def seen(self) -> Any:
+        """The body as JSON: from an upstream that echoes, what it saw, with its header names and values as `headers`."""
         return json.loads(self.body)
 
     def seen_headers(self, name: str) -> list[str]:

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +21,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.engine import Engine
 
 UP = "The picker is up"
+EXTPROC_HOST = "127.{}.{}.1".format(*divmod(os.getpid() % 60_000 + 256, 256))
+"""One loopback address for each test process: an Envoy whose picker was killed goes on asking at the dead port, which
+another process may get meanwhile."""
 _START_SECONDS = 20
 
 
@@ -58,8 +62,12 @@ class Samples:
         return sum(value for found, own, value in self._samples if found == f"picker_{name}" and wanted <= own.items())
 
     def series(self, name: str, label: str) -> dict[str, float]:
-        """The series of `picker_<name>` that are not 0, by one label."""
-        return {own[label]: value for found, own, value in self._samples if found == f"picker_{name}" and value}
+        """What `picker_<name>` says for each value of one label; zeros are left out."""
+        found: defaultdict[str, float] = defaultdict(float)
+        for own_name, labels, value in self._samples:
+            if own_name == f"picker_{name}":
+                found[labels[label]] += value
+        return {value: count for value, count in found.items() if count}
 
     @property
     def memory(self) -> float:
@@ -77,14 +85,14 @@ class PickerProcess:
         self.ports: dict[str, int] = {}
         self._process: asyncio.subprocess.Process | None = None
         self._session: aiohttp.ClientSession | None = None
-        listen = dict.fromkeys(("extproc", "admin", "http"), "127.0.0.1:0")
+        listen: dict[str, Any] = {"extproc": f"{EXTPROC_HOST}:0", "admin": "127.0.0.1:0", "http": "127.0.0.1:0"}
         listen |= {"leaveSeconds": 0, "drainSeconds": 5, **config.get("listen", {})}
         self.write({**config, "listen": listen})
 
     @property
     def address(self) -> str:
         """Of ext_proc."""
-        return f"127.0.0.1:{self.ports['extproc']}"
+        return f"{EXTPROC_HOST}:{self.ports['extproc']}"
 
     @property
     def pid(self) -> int:
@@ -106,8 +114,9 @@ class PickerProcess:
         if self._session is None:
             self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(10))
         if self.ports:
-            addresses = {name: f"127.0.0.1:{port}" for name, port in self.ports.items()}
-            self.write({**self.config, "listen": {**self.config["listen"], **addresses}})
+            listen = self.config["listen"]
+            ports = {name: listen[name].rpartition(":")[0] + f":{port}" for name, port in self.ports.items()}
+            self.write({**self.config, "listen": {**listen, **ports}})
         before = len(self.log())
         with (self.directory / "log").open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(

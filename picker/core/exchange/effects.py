@@ -20,12 +20,11 @@ class Side(StrEnum):
 class HeadersReply(Struct, frozen=True, gc=False):
     """Answers a headers message.
 
-    `set_headers` overwrites. `destination` becomes the destination header (overwriting the client's) and the same
-    dynamic metadata; it is never in `set_headers` or `remove_headers` too.
+    `destination` becomes the destination header (overwriting the client's) and the same dynamic metadata; its name is
+    never in `remove_headers` too.
     """
 
     side: Side
-    set_headers: tuple[tuple[str, bytes], ...] = ()
     remove_headers: tuple[str, ...] = ()
     destination: str | None = None
 
@@ -34,7 +33,6 @@ class BodyReply(Struct, frozen=True, gc=False):
     """Answers a body message in every mode but full duplex; the body passes unchanged. Fields as in HeadersReply."""
 
     side: Side
-    set_headers: tuple[tuple[str, bytes], ...] = ()
     remove_headers: tuple[str, ...] = ()
     destination: str | None = None
 

@@ -66,7 +66,6 @@ class ResponseHeaders(Struct, frozen=True, gc=False):
     """
 
     status: int | None
-    headers: Mapping[str, bytes]
     end_of_stream: bool = False
     served: str | None = None
     protocol: ProtocolConfig | None = None
@@ -77,7 +76,6 @@ class ResponseBody(Struct, frozen=True, gc=False):
 
     data: bytes
     end_of_stream: bool = False
-    served: str | None = None
     protocol: ProtocolConfig | None = None
 
 

@@ -185,7 +185,7 @@ class Exchange:
         return self._mode
 
     def _headers_answer(self) -> Effects:
-        return (HeadersReply(Side.REQUEST, (), self._control) if self._control else _HEADERS,)
+        return (HeadersReply(Side.REQUEST, self._control) if self._control else _HEADERS,)
 
     def _headers_while_withheld(self, _event: RequestHeaders) -> Effects:
         return _UNEXPECTED
@@ -194,7 +194,7 @@ class Exchange:
         control = _control_headers(event.headers)
         if self._destination_sent:
             control = tuple(name for name in control if name != DESTINATION)
-        return (*_UNEXPECTED, HeadersReply(Side.REQUEST, (), control))
+        return (*_UNEXPECTED, HeadersReply(Side.REQUEST, control))
 
     # The mode, by evidence
 
@@ -247,11 +247,11 @@ class Exchange:
             return (BodyReply(Side.REQUEST, destination=destination), *rest)
         return (TrailersReply(Side.REQUEST, destination), *rest)
 
-    def _headers_with(self, destination: str, set_headers: tuple[tuple[str, bytes], ...] = ()) -> HeadersReply:
+    def _headers_with(self, destination: str) -> HeadersReply:
         control = self._control
         if DESTINATION in control:
             control = tuple(name for name in control if name != DESTINATION)
-        return HeadersReply(Side.REQUEST, set_headers, control, destination)
+        return HeadersReply(Side.REQUEST, control, destination)
 
     def _owe_body(self, event: RequestBody) -> Effects:
         if self._mode is not _DUPLEX:
@@ -348,9 +348,7 @@ class Exchange:
     def _flush(self, destination: str) -> Effects:
         """The headers answer, everything kept of the body, and trailers if they ended it."""
         over = self._body_over and not self._trailers_seen
-        # Envoy drops the client's content-length in full duplex. With trailers HTTP/1.1 needs chunks instead.
-        set_headers = (("content-length", b"%d" % self._size),) if over else ()
-        effects: list[Effect] = [self._headers_with(destination, set_headers)]
+        effects: list[Effect] = [self._headers_with(destination)]
         chunks, self._chunks = self._chunks, []
         if over and not chunks:
             chunks = [b""]

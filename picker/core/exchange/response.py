@@ -76,8 +76,6 @@ class ResponseHalf:
 
     def body(self, event: ResponseBody) -> Effects:
         """Answer a piece of the body in the shape of the mode."""
-        if event.served is not None:
-            self._served = event.served
         duplex = self.mode is BodyMode.FULL_DUPLEX_STREAMED
         if self._over:
             return _DUPLICATE if duplex else _DUPLICATE + _BODY

@@ -49,14 +49,17 @@ class LeastRequestScorer:
 
     def score(self, request: Request, candidates: Candidates, match: MatchInfo | None, rng: Rng) -> Floats:  # noqa: ARG002
         table, slots = candidates.table, candidates.slots
-        in_flight = table.in_flight[slots].astype(np.float64)
-        queued = np.maximum(in_flight - table.running[slots], 0.0)
-        base = in_flight + 100.0 * queued
+        in_flight = table.in_flight.take(slots)
+        base = in_flight - table.running.take(slots)
+        np.maximum(base, 0.0, out=base)
+        if isnan(base.item(base.argmax())):
+            base = unknown_as_average(base, 0.0)
+        base *= 100.0
+        base += in_flight
         most = base.item(base.argmax())
-        if isnan(most):
-            base = in_flight + 100.0 * unknown_as_average(queued, 0.0)
-            most = base.item(base.argmax())
         if most == 0:
             return np.full(len(slots), 100.0)
-        rated: Floats = np.trunc((most - base) / most * 100.0)
-        return rated
+        rated: Floats = np.subtract(most, base, out=base)
+        rated /= most
+        rated *= 100.0
+        return np.trunc(rated, out=rated)

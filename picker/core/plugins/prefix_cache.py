@@ -6,13 +6,13 @@ visible to the next decision at once, and vanishes if its request fails.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import numpy as np
 from msgspec import Struct
 
-from picker.core.endpoints import Floats, Integers, slots_of
+from picker.core.endpoints import Floats, slots_of
 from picker.core.prefix_cache.hashing import block_hashes
 from picker.core.prefix_cache.index import Hold, PrefixIndex
 from picker.core.scheduling.api import Candidates, MatchInfo, Request, Rng, sample
@@ -69,13 +69,18 @@ class PrefixCacheProducer:
         chains = [
             block_hashes(prompt.model, text, args.blockSizeToHash, args.maxBlocksToMatch) for text in prompt.texts
         ]
+        groups = [self.index.match(chain, candidates.mask) for chain in chains]
         by_slot = np.zeros(len(candidates.table.endpoints), np.int64)
-        for chain in chains:
-            for blocks, mask in self.index.match(chain, candidates.mask):
-                by_slot[slots_of(mask)] += blocks
-        matched = by_slot[candidates.slots]
-        _keep_longest(matched, args.topKMatches, rng)
-        return PrefixMatch(self.index, prompt.model, chains, MatchInfo(matched, sum(map(len, chains)), "blocks"))
+        left = args.topKMatches
+        for blocks, mask in groups[0] if len(groups) == 1 else _sums(groups):
+            slots = slots_of(mask)
+            if len(slots) > left:
+                by_slot[sample(slots.tolist(), left, rng)] = blocks
+                break
+            by_slot[slots] = blocks
+            left -= len(slots)
+        info = MatchInfo(by_slot.take(candidates.slots), sum(map(len, chains)), "blocks")
+        return PrefixMatch(self.index, prompt.model, chains, info)
 
     def forget(self, slot: int) -> None:
         self.index.forget(slot)
@@ -94,19 +99,25 @@ class PrefixMatch(Struct, frozen=True, gc=False):
 
     def picked(self, slot: int) -> PrefixLearning:
         hold = self.prefixes.hold
-        return PrefixLearning(self, [hold(slot, chain) for chain in self.chains])
+        return PrefixLearning(self, slot, [hold(slot, chain) for chain in self.chains])
 
 
 class PrefixLearning(Struct, frozen=True, gc=False):
     """Blocks that are visible for the picked endpoint while the request is on its way."""
 
     match: PrefixMatch
+    picked: int
     holds: Sequence[Hold]
 
     def confirm(self, slot: int | None) -> None:
+        match, index = self.match, self.match.prefixes
+        if slot == self.picked:
+            for hold in self.holds:
+                index.keep(hold, match.model)
+            return
         if slot is not None:
-            for chain in self.match.chains:
-                self.match.prefixes.record(slot, self.match.model, chain)
+            for chain in match.chains:
+                index.record(slot, match.model, chain)
         self.undo()
 
     def undo(self) -> None:
@@ -124,18 +135,19 @@ class PrefixScorer:
     def score(self, request: Request, candidates: Candidates, match: MatchInfo | None, rng: Rng) -> Floats | None:  # noqa: ARG002
         if match is None or not match.total:
             return None
-        return np.trunc(match.matched / match.total * 100.0)
+        scores: Floats = match.matched / match.total
+        scores *= 100.0
+        return np.trunc(scores, out=scores)
 
 
-def _keep_longest(matched: Integers, most: int, rng: Rng) -> None:
-    """Set all but the `most` longest matches to none, by chance among equals."""
-    if np.count_nonzero(matched) <= most:
-        return
-    ascending = sorted(matched.tolist())
-    shortest = ascending[-most]
-    if ascending[0] < shortest:
-        matched[matched < shortest] = 0
-    equal = (matched == shortest).nonzero()[0].tolist()
-    surplus = len(ascending) - most - bisect_left(ascending, shortest)
-    if surplus:
-        matched[sample(equal, surplus, rng)] = 0
+def _sums(prompts: Sequence[Sequence[tuple[int, int]]]) -> Sequence[tuple[int, int]]:
+    """Add up what each slot has of several prompts. Groups as from `PrefixIndex.match`, longest first."""
+    blocks_by_slot: defaultdict[int, int] = defaultdict(int)
+    for groups in prompts:
+        for blocks, mask in groups:
+            for slot in slots_of(mask).tolist():
+                blocks_by_slot[slot] += blocks
+    masks: defaultdict[int, int] = defaultdict(int)
+    for slot, blocks in blocks_by_slot.items():
+        masks[blocks] |= 1 << slot
+    return sorted(masks.items(), reverse=True)

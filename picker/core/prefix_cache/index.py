@@ -174,6 +174,15 @@ class PrefixIndex:
             run.holds.add(hold)
         return hold
 
+    def keep(self, hold: Hold, model: str) -> None:
+        """Record what a hold makes visible, for its slot, and release it. Nothing happens if that was forgotten."""
+        owner = hold.owner
+        if owner.held:
+            for run in reversed(hold.runs):
+                owner.refresh(run, model)
+        self.release(hold)
+        self._shrink(owner)
+
     def release(self, hold: Hold) -> None:
         """Take a hold back, once. Nothing happens when its slot was forgotten in the meantime."""
         owner = hold.owner
@@ -230,7 +239,7 @@ class PrefixIndex:
         rest.mask = run.mask
         rest.holds = run.holds.copy()
         for hold in rest.holds:
-            hold.runs.append(rest)
+            hold.runs.insert(hold.runs.index(run) + 1, rest)
         mask = run.mask
         while mask:
             lowest = mask & -mask

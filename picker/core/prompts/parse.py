@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -127,12 +128,17 @@ def parse(path: str, body: bytes, *, content_encoding: bytes = b"") -> Prompt:
         return Prompt(unused=Unused.NOT_AN_OBJECT if other else Unused.INVALID_JSON)
     model = fields.model[:MAX_MODEL_LENGTH] if isinstance(fields.model, str) else ""
     stream = fields.stream is True
+    read = _reader(path)
+    if read is None:
+        return Prompt(model, unused=Unused.UNKNOWN_PATH, stream=stream)
+    texts = read(fields)
+    if texts is None:
+        return Prompt(model, unused=Unused.WRONG_TYPE, stream=stream)
+    texts = tuple(filter(None, texts))
+    return Prompt(model, texts, None if texts else Unused.EMPTY, stream)
+
+
+@lru_cache(maxsize=256)
+def _reader(path: str) -> Callable[[_Body], tuple[bytes, ...] | None] | None:
     path = path.partition("?")[0].rstrip("/")
-    for suffix, read in _READERS:
-        if path.endswith(suffix):
-            texts = read(fields)
-            if texts is None:
-                return Prompt(model, unused=Unused.WRONG_TYPE, stream=stream)
-            texts = tuple(filter(None, texts))
-            return Prompt(model, texts, None if texts else Unused.EMPTY, stream)
-    return Prompt(model, unused=Unused.UNKNOWN_PATH, stream=stream)
+    return next((read for suffix, read in _READERS if path.endswith(suffix)), None)

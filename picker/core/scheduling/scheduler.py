@@ -62,21 +62,23 @@ class Scheduler:
         plugins: list[PluginScores] = []
         totals: Floats = _NOTHING
         order: tuple[int, ...] = ()
-        in_flight: Integers = table.in_flight[slots]
+        in_flight: Integers = table.in_flight.take(slots)
         if reason is Reason.ROUTED:
             for producer in self.producers:
                 match = producer.match(request, candidates, rng)
                 if match is not None:
                     matches[producer.name] = match
             matched = timer()
-            totals = np.zeros(len(slots))
             for scorer, weight in self.scorers:
                 held = matches.get(scorer.producer) if scorer.producer else None
                 info = held.info if held else None
                 scores = scorer.score(request, candidates, info, rng)
                 if scores is not None:
-                    totals += scores if weight == 1 else scores * weight
+                    weighted = scores if weight == 1 else scores * weight
+                    totals = totals + weighted if len(totals) else weighted
                 plugins.append(PluginScores(scorer.name, weight, scores, info))
+            if not len(totals):
+                totals = np.zeros(len(slots))
             scored = timer()
             order = pick(totals, in_flight, fallbacks + 1, rng)
         done = timer()
@@ -84,7 +86,7 @@ class Scheduler:
             request=request,
             reason=reason,
             slots=slots,
-            endpoints=tuple(map(table.endpoints.__getitem__, slots.tolist())),
+            endpoints=table.all if slots is table.slots else tuple(map(table.endpoints.__getitem__, slots.tolist())),
             in_flight=in_flight,
             totals=totals,
             plugins=tuple(plugins),

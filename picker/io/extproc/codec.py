@@ -6,6 +6,7 @@ Values of headers go out as `raw_value`, which is where Envoy puts and expects t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 from google.protobuf.message import DecodeError
 from google.protobuf.struct_pb2 import Struct, Value
@@ -42,23 +43,24 @@ def decode(data: bytes) -> Event:
     except DecodeError as error:
         raise MalformedMessageError("not a ProcessingRequest") from error
     kind = message.WhichOneof("request")
-    if kind == "request_headers":
-        headers = message.request_headers
-        return RequestHeaders(_headers(headers), headers.end_of_stream, _subset(message), _protocol(message))
-    if kind == "request_body":
-        body = message.request_body
-        return RequestBody(body.body, body.end_of_stream, _subset(message), _protocol(message))
-    if kind == "response_headers":
-        headers = message.response_headers
-        fields = _headers(headers)
-        return ResponseHeaders(_status(fields), fields, headers.end_of_stream, _served(message), _protocol(message))
+    protocol = _protocol(message) if message.HasField("protocol_config") else None
     if kind == "response_body":
         body = message.response_body
-        return ResponseBody(body.body, body.end_of_stream, _served(message), _protocol(message))
+        return ResponseBody(body.body, body.end_of_stream, protocol)
+    if kind == "request_body":
+        body = message.request_body
+        return RequestBody(body.body, body.end_of_stream, _subset(message), protocol)
+    if kind == "request_headers":
+        headers = message.request_headers
+        fields = {header.key: header.raw_value or header.value.encode() for header in headers.headers.headers}
+        return RequestHeaders(fields, headers.end_of_stream, _subset(message), protocol)
+    if kind == "response_headers":
+        headers = message.response_headers
+        return ResponseHeaders(_status(headers), headers.end_of_stream, _served(message), protocol)
     if kind == "request_trailers":
-        return RequestTrailers(_protocol(message))
+        return RequestTrailers(protocol)
     if kind == "response_trailers":
-        return ResponseTrailers(_served(message), _protocol(message))
+        return ResponseTrailers(_served(message), protocol)
     raise MalformedMessageError("a ProcessingRequest of a kind that is not known here")
 
 
@@ -67,20 +69,22 @@ Reply = HeadersReply | BodyReply | StreamedBody | TrailersReply | Immediate
 
 def encode(reply: Reply) -> bytes:
     """Encode one ProcessingResponse."""
-    if isinstance(reply, StreamedBody):
-        return _streamed(reply).SerializeToString()
-    if isinstance(reply, Immediate):
-        return _immediate(reply).SerializeToString()
-    return _PLAIN.get(reply) or _mutation(reply).SerializeToString()
+    kind = type(reply)
+    if kind is StreamedBody:
+        return _streamed(reply)  # type: ignore[arg-type]
+    if kind is Immediate:
+        return _immediate(reply).SerializeToString()  # type: ignore[arg-type]
+    return _mutation(reply)
 
 
-def _streamed(reply: StreamedBody) -> pb.ProcessingResponse:
+def _streamed(reply: StreamedBody) -> bytes:
     message = pb.ProcessingResponse()
     body = message.request_body if reply.side is Side.REQUEST else message.response_body
     streamed = body.response.body_mutation.streamed_response
-    streamed.body, streamed.end_of_stream = reply.data, reply.end_of_stream
-    streamed.SetInParent()
-    return message
+    streamed.body = reply.data
+    if reply.end_of_stream:
+        streamed.end_of_stream = True
+    return message.SerializeToString()
 
 
 def _immediate(reply: Immediate) -> pb.ProcessingResponse:
@@ -91,26 +95,26 @@ def _immediate(reply: Immediate) -> pb.ProcessingResponse:
     return message
 
 
-def _mutation(reply: HeadersReply | BodyReply | TrailersReply) -> pb.ProcessingResponse:
+@lru_cache(maxsize=4096)
+def _mutation(reply: HeadersReply | BodyReply | TrailersReply) -> bytes:
+    """Most answers change nothing or name one of few destinations, so that their bytes are there already."""
     message = pb.ProcessingResponse()
     if isinstance(reply, TrailersReply):
         (message.request_trailers if reply.side is Side.REQUEST else message.response_trailers).SetInParent()
         _steer(message, reply.destination)
-        return message
+        return message.SerializeToString()
     answer: pb.HeadersResponse | pb.BodyResponse
     if isinstance(reply, HeadersReply):
         answer = message.request_headers if reply.side is Side.REQUEST else message.response_headers
     else:
         answer = message.request_body if reply.side is Side.REQUEST else message.response_body
     answer.SetInParent()
-    if reply.set_headers:
-        _set(answer.response.header_mutation, reply.set_headers)
     if reply.remove_headers:
         answer.response.header_mutation.remove_headers.extend(reply.remove_headers)
     if reply.destination is not None:
         _set(answer.response.header_mutation, ((DESTINATION, reply.destination.encode()),))
         _steer(message, reply.destination)
-    return message
+    return message.SerializeToString()
 
 
 def _steer(message: pb.ProcessingResponse, destination: str | None) -> None:
@@ -127,26 +131,15 @@ def _set(mutation: pb.HeaderMutation, headers: tuple[tuple[str, bytes], ...]) ->
         option.header.key, option.header.raw_value = name, value
 
 
-_PLAIN = {
-    reply: _mutation(reply).SerializeToString()
-    for side in Side
-    for reply in (HeadersReply(side), BodyReply(side), TrailersReply(side))
-}
-"""Answers that change nothing; most answers are one of these."""
-
-
-def _headers(message: pb.HttpHeaders) -> dict[str, bytes]:
-    return {header.key: header.raw_value or header.value.encode() for header in message.headers.headers}
-
-
-def _status(headers: dict[str, bytes]) -> int | None:
-    value = headers.get(":status", b"")
-    return int(value) if len(value) == 3 and value.isdigit() else None
+def _status(message: pb.HttpHeaders) -> int | None:
+    for header in message.headers.headers:
+        if header.key == ":status":
+            value = header.raw_value or header.value.encode()
+            return int(value) if len(value) == 3 and value.isdigit() else None
+    return None
 
 
 def _protocol(message: pb.ProcessingRequest) -> ProtocolConfig | None:
-    if not message.HasField("protocol_config"):
-        return None
     modes = message.protocol_config
     request, response = _MODES.get(modes.request_body_mode), _MODES.get(modes.response_body_mode)
     if request is None or response is None:
@@ -155,12 +148,8 @@ def _protocol(message: pb.ProcessingRequest) -> ProtocolConfig | None:
 
 
 def _metadata(message: pb.ProcessingRequest, namespace: str, key: str) -> Value | None:
-    if not message.HasField("metadata_context"):
-        return None
-    namespaces = message.metadata_context.filter_metadata
-    if namespace not in namespaces:
-        return None
-    return namespaces[namespace].fields.get(key)
+    values: Struct | None = message.metadata_context.filter_metadata.get(namespace)
+    return None if values is None else values.fields.get(key)
 
 
 def _subset(message: pb.ProcessingRequest) -> tuple[str, ...] | None:
@@ -185,8 +174,6 @@ def _served(message: pb.ProcessingRequest) -> str | None:
     value = _metadata(message, LB_METADATA, SERVED)
     if value is not None and value.string_value:
         return value.string_value
-    if _ATTRIBUTES in message.attributes:
-        fields: Struct = message.attributes[_ATTRIBUTES]
-        if _UPSTREAM_ADDRESS in fields.fields:
-            return fields.fields[_UPSTREAM_ADDRESS].string_value or None
-    return None
+    attributes: Struct | None = message.attributes.get(_ATTRIBUTES)
+    value = None if attributes is None else attributes.fields.get(_UPSTREAM_ADDRESS)
+    return None if value is None else value.string_value or None

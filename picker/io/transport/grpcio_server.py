@@ -57,6 +57,9 @@ class GrpcioServer:
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.max_ping_strikes", 0),
+                # It would ping all the time while bodies pass; Envoy takes pings it cannot answer at once for a flood, and
+                # closes the connection with every request on it.
+                ("grpc.http2.bdp_probe", 0),
             ],
         )
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -32,8 +32,8 @@ messages = st.one_of(
     st.builds(RequestHeaders, headers, st.booleans(), subsets, protocols),
     st.builds(RequestBody, bodies, st.booleans(), subsets, protocols),
     st.builds(RequestTrailers, protocols),
-    st.builds(ResponseHeaders, statuses, headers, st.booleans(), served, protocols),
-    st.builds(ResponseBody, bodies, st.booleans(), served, protocols),
+    st.builds(ResponseHeaders, statuses, st.booleans(), served, protocols),
+    st.builds(ResponseBody, bodies, st.booleans(), protocols),
     st.builds(ResponseTrailers, served, protocols),
     st.just(TimerFired()),
 )
