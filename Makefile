@@ -53,6 +53,16 @@ browser: ## Install Chromium, in which one test looks at the debug page
 test: setup browser lint type ## Everything that must hold: lint, types, unit, property, wire and Envoy tests
 	$(BIN)/pytest -n 2 --dist loadfile
 
+ENGINE := .venv-engine
+
+$(ENGINE)/bin/vllm: scripts/install_engine.py | setup
+	$(BIN)/python scripts/install_engine.py $(ENGINE)
+	@touch $@
+
+.PHONY: test-engine
+test-engine: setup $(ENGINE)/bin/vllm ## A real vLLM without a GPU (3 GB are installed) behind Envoy: are predictions exact?
+	ENGINE_ENVIRONMENT=$(ENGINE) $(BIN)/pytest -s tests/real_engine/vllm_on_cpu.py
+
 .PHONY: bench
 bench: setup ## Print the budget table
 	$(BIN)/python -m bench

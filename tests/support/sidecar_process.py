@@ -8,19 +8,38 @@ import signal
 import socket
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 import aiohttp
 
-from picker.sim.launch import RunningEngine
 from tests.support.picker_process import until
 
 
-class SidecarProcess:
-    """A sidecar beside a simulated engine, kept on its port over restarts. `pod` is `name.namespace`."""
+class Publisher(Protocol):
+    @property
+    def endpoint(self) -> str: ...
 
-    def __init__(self, engine: RunningEngine, pod: str, **environment: str) -> None:
+    @property
+    def replay_endpoint(self) -> str | None: ...
+
+
+class Followed(Protocol):
+    """An engine, real or simulated."""
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def publishers(self) -> Sequence[Publisher]: ...
+
+
+class SidecarProcess:
+    """A sidecar beside an engine, kept on its port over restarts. `pod` is `name.namespace`."""
+
+    def __init__(self, engine: Followed, pod: str, model: str = "sim", **environment: str) -> None:
         (publisher,) = engine.publishers
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -33,7 +52,7 @@ class SidecarProcess:
             "VLLM_ZMQ_REPLAY_ENDPOINT": publisher.replay_endpoint,
             **environment,
         }
-        names = ("--pod", pod, "--model", "sim", "--engine-base-url", engine.url)
+        names = ("--pod", pod, "--model", model, "--engine-base-url", engine.url)
         self._arguments = ("-E", "vllm", "-H", "127.0.0.1", "-P", str(self.port), *names)
         self._process: asyncio.subprocess.Process | None = None
 
