@@ -1,6 +1,7 @@
 """The configuration file: one strict YAML document.
 
-Every setting has a default, so that an empty file is a configuration. What is wrong is said with its path, its value
+Every setting has a default, so that `{}` is a configuration. A file without any content is none: an editor may be
+about to write it. What is wrong is said with its path, its value
 and what to do, everything at once.
 """
 
@@ -44,11 +45,13 @@ class Loaded(Struct, frozen=True):
 def load(document: str | bytes) -> Loaded:
     """Read a configuration. Raises ConfigError with all problems found."""
     data = strict_yaml.parse(document, most_bytes=MOST_BYTES)
+    if data is None:
+        raise ConfigError([Problem("", "is empty; write {} for the defaults")])
     findings = Findings()
     if isinstance(data, dict):
         for key in _OF_KTHENA.keys() & data.keys():
             findings.add(key, "unknown key", data.pop(key), _OF_KTHENA[key])
-    config = decode(Config, {} if data is None else data, "", findings)
+    config = decode(Config, data, "", findings)
     findings.check()
     _check_listen(config.listen, findings)
     _check_scrape(config.scrape, findings)

@@ -217,7 +217,12 @@ def test_reading_ends_after_a_hundred_problems():
 # What a good configuration means
 
 
-@pytest.mark.parametrize("document", ["", "# nothing\n", "{}", "scheduler:\nlisten:\nendpoints:\n"])
+@pytest.mark.parametrize("document", ["", "# nothing\n", "---\n", "null"])
+def test_a_document_without_content_is_refused(document: str):
+    assert problems(document) == ["is empty; write {} for the defaults"]
+
+
+@pytest.mark.parametrize("document", ["{}", "scheduler:\nlisten:\nendpoints:\n"])
 def test_everything_has_a_default(document: str):
     loaded = load(document)
     assert loaded.config.listen.extproc == "0.0.0.0:9002"

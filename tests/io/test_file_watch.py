@@ -233,7 +233,11 @@ async def test_the_configuration_is_reloaded_when_it_changes_and_kept_when_it_is
         await until(lambda: file.reloads == 2)
         path.write_text("exchange: {fallback: 2}")
         await until(lambda: file.refused["invalid"])
+        path.write_text("")  # as some editors do, before they write
+        await until(lambda: file.refused["invalid"] == 2)
         assert seen == []
+        path.write_text("exchange: {fallback: 2}")
+        await until(lambda: file.refused["invalid"] == 3)
         assert file.last_error == 'exchange.fallback: 2: unknown key; did you mean "fallbacks"?'
         path.write_text("exchange: {fallbacks: 3}")
         await until(lambda: seen)
@@ -242,7 +246,7 @@ async def test_the_configuration_is_reloaded_when_it_changes_and_kept_when_it_is
 
 async def test_sighup_looks_at_the_configuration_at_once(tmp_path: Path):
     path = tmp_path / "picker.yaml"
-    path.write_text("")
+    path.write_text("{}")
     before = signal.getsignal(signal.SIGHUP)
     async with watching(ConfigFile(path, load_file(path).config, poll_seconds=3600)) as seen:
         await asyncio.sleep(0.1)
@@ -255,7 +259,7 @@ async def test_sighup_looks_at_the_configuration_at_once(tmp_path: Path):
 
 async def test_changes_that_need_a_restart_are_named_until_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "picker.yaml"
-    path.write_text("")
+    path.write_text("{}")
     async with watching(ConfigFile(path, load_file(path).config, poll_seconds=POLL)) as seen:
         path.write_text("listen: {drainSeconds: 5}")
         await until(lambda: len(seen) == 1)
