@@ -4,6 +4,7 @@ import gzip
 import json
 import struct
 import sys
+import tracemalloc
 
 import pytest
 from hypothesis import given, settings
@@ -364,6 +365,47 @@ def test_what_is_not_json_is_unused(body):
 @pytest.mark.parametrize("body", [b"null", b"[]", b'"prompt"', b"5", b"true", b'[{"prompt":"x"}]', b"\n []"])
 def test_json_that_is_no_object_is_unused(body):
     assert parse(COMPLETIONS, body).unused is Unused.NOT_AN_OBJECT
+
+
+MILLIONS = {
+    "token lists": b'"prompt":[' + b",".join([b"[1]"] * 2_000_000) + b"]",
+    "messages": b'"messages":[' + b",".join([b"{}"] * 2_000_000) + b"]",
+    "system": b'"messages":[],"system":[' + b",".join([b"1"] * 2_000_000) + b"]",
+    "input": b'"input":[' + b",".join([b'""'] * 2_000_000) + b"]",
+    "keys": b",".join([b'"a":1'] * 2_000_000),
+}
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, RESPONSES, MESSAGES])
+@pytest.mark.parametrize("field", MILLIONS.values(), ids=MILLIONS.keys())
+def test_of_millions_of_parts_nothing_is_built(path, field):
+    body = b'{"model":"m",' + field + b',"stream":true}'
+    tracemalloc.start()
+    assert parse(path, body) == Prompt("m", (), Unused.TOO_COMPLEX, stream=True)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4 * len(body)
+
+
+def test_a_model_of_millions_of_parts_is_none():
+    body = b'{"prompt":"x","model":[' + b",".join([b"{}"] * 200_000) + b"]}"
+    assert parse(COMPLETIONS, body) == Prompt("", (), Unused.TOO_COMPLEX)
+
+
+def test_what_has_millions_of_parts_and_is_no_json_is_unused():
+    assert parse(COMPLETIONS, b'{"prompt":[' + b"[1]," * 1_000_000).unused is Unused.INVALID_JSON
+
+
+@pytest.mark.parametrize("unit", ['a, b, c; {"k": [1, 2, [3]]} ', '"', "\\", '\\"[{,', "[{,"])
+def test_long_texts_may_contain_anything(unit):
+    content = unit * (3_000_000 // len(unit))
+    assert text(COMPLETIONS, prompt=content) == content
+    assert text(CHAT, messages=user(content)) == f"<|im_start|>user\n{content}<|im_end|>\n"
+
+
+def test_a_million_token_ids_are_a_prompt():
+    ids = list(range(1_000_000))
+    assert read(COMPLETIONS, prompt=ids).texts == (struct.pack("=1000000I", *ids),)
 
 
 def test_no_body_is_unused():

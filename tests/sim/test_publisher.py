@@ -239,7 +239,7 @@ async def test_faults_hit_live_frames_and_not_replays(faults: EventFaults, seque
     async with serve(KvEventSettings()) as (_, post, listen):
         await post("/sim/kv_event_faults", msgspec.to_builtins(faults))
         listener = listen()
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(1.0)
         for number in range(6):
             await post("/v1/completions", {"prompt": prompt(number, 40 + number), "max_tokens": 1})
         assert [int.from_bytes((await listener.next())[1], "big") for _ in sequences] == sequences

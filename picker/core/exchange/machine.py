@@ -52,6 +52,8 @@ _STREAMED: Final[Effects] = (Report(Anomaly.STREAMED_REQUEST_BODY),)
 _TOO_LARGE: Final[Effects] = (Report(Anomaly.BODY_TOO_LARGE),)
 _MODE_UNKNOWN: Final = Report(Anomaly.MODE_UNKNOWN)
 _DUPLEX: Final = BodyMode.FULL_DUPLEX_STREAMED
+_NO_TUNNEL: Final = Immediate(405, b"", details="picker_no_tunnel")
+"""The answer to CONNECT: no engine serves it, and Envoy would wait for the end of a body that a tunnel never has."""
 _NO_HEADERS: Final[Mapping[str, bytes]] = MappingProxyType({})
 
 
@@ -160,6 +162,9 @@ class Exchange:
         self._subset = event.subset
         mode = self._agree(event.protocol)
         reports = _CONTROL_HEADER if self._control else _NOTHING
+        if event.headers.get(":method") == b"CONNECT":
+            self._fall_silent()
+            return (*reports, _NO_TUNNEL)
         if event.end_of_stream or mode is BodyMode.NONE:
             self._body_over = event.end_of_stream
             return reports + self._decide(BodyState.NONE, self._headers_answer())
@@ -287,7 +292,7 @@ class Exchange:
 
     def _trailers_for_body(self, _event: RequestTrailers) -> Effects:
         self._body_over = True
-        return self._decide(BodyState.COMPLETE, _ANSWER_TRAILERS)
+        return self._decide(BodyState.NONE, _ANSWER_TRAILERS)
 
     def _pass_body(self, event: RequestBody) -> Effects:
         return self._judge_body(event) + _ANSWER_BODY

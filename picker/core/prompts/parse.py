@@ -1,7 +1,8 @@
 """Read the prompt out of a request body, whatever API it belongs to.
 
 Nothing here raises: a body that cannot be used gives a `Prompt` without texts that says why, and the request is
-routed by load. Only the fields that matter are decoded; the rest of the body is skipped, never built.
+routed by load. Only the fields that matter are decoded; the rest of the body is skipped, never built. What is built
+is bounded in bytes by the exchange and in number here.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from picker.core.prompts.complexity import too_complex
 from picker.core.prompts.render import chat_text, responses_text
 
 MAX_PROMPTS = 16
@@ -33,6 +35,8 @@ class Unused(StrEnum):
     CONTENT_ENCODING = "content_encoding"
     INVALID_JSON = "invalid_json"
     NOT_AN_OBJECT = "not_an_object"
+    TOO_COMPLEX = "too_complex"
+    """So many small parts that building them would hold up other requests."""
     UNKNOWN_PATH = "unknown_path"
     WRONG_TYPE = "wrong_type"
     EMPTY = "empty_prompt"
@@ -63,7 +67,15 @@ class _Body(Struct, gc=False):
     stream: Any = None
 
 
+class _Head(Struct, gc=False):
+    """What is decoded of a body that is too complex: nothing that could have parts."""
+
+    model: str | None = None
+    stream: bool | None = None
+
+
 _decode = msgspec.json.Decoder(_Body).decode
+_decode_head = msgspec.json.Decoder(_Head).decode
 
 
 def _completions(body: _Body) -> tuple[bytes, ...] | None:
@@ -120,6 +132,8 @@ def parse(path: str, body: bytes, *, content_encoding: bytes = b"") -> Prompt:
         return Prompt(unused=Unused.NO_BODY)
     if content_encoding and content_encoding.lower() != b"identity":
         return Prompt(unused=Unused.CONTENT_ENCODING)
+    if too_complex(body):
+        return _without_parts(body)
     try:
         fields = _decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
@@ -136,6 +150,16 @@ def parse(path: str, body: bytes, *, content_encoding: bytes = b"") -> Prompt:
         return Prompt(model, unused=Unused.WRONG_TYPE, stream=stream)
     texts = tuple(filter(None, texts))
     return Prompt(model, texts, None if texts else Unused.EMPTY, stream)
+
+
+def _without_parts(body: bytes) -> Prompt:
+    try:
+        head = _decode_head(body)
+    except msgspec.ValidationError:
+        return Prompt(unused=Unused.TOO_COMPLEX)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return Prompt(unused=Unused.INVALID_JSON)
+    return Prompt((head.model or "")[:MAX_MODEL_LENGTH], unused=Unused.TOO_COMPLEX, stream=head.stream is True)
 
 
 @lru_cache(maxsize=256)

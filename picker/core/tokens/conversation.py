@@ -16,6 +16,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from picker.core.prompts.complexity import too_complex
 from picker.core.tokens.prompt import Api, EngineRequest, UnsupportedRequestError
 
 Message = dict[str, Any]
@@ -141,6 +142,8 @@ def _tool_call(call: Any) -> Any:
         raise UnsupportedRequestError("a tool call has no function")
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
+        if too_complex(arguments.encode()):
+            raise UnsupportedRequestError("the arguments of a tool call have too many parts")
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):

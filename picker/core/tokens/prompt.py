@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw, Struct
 
+from picker.core.prompts.complexity import too_complex
 from picker.core.prompts.parse import MAX_MODEL_LENGTH, MAX_PROMPTS, Unused
 
 _WITHOUT_EFFECT = frozenset({
@@ -137,6 +138,8 @@ def read_engine_request(path: str, body: bytes) -> EngineRequest | Unused:
     """
     if not body:
         return Unused.NO_BODY
+    if too_complex(body):
+        return Unused.TOO_COMPLEX
     try:
         fields = msgspec.json.decode(body, type=dict[str, Raw])
     except msgspec.ValidationError:

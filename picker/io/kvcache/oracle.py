@@ -9,6 +9,7 @@ from picker.core.block_index.index import BlockIndex, Prediction
 from picker.core.block_index.source import SourceStats
 from picker.core.plugins.kvcache_aware import indexed
 from picker.core.prompts import Unused
+from picker.core.prompts.complexity import MAX_PARTS
 from picker.core.tokens.prompt import EngineRequest, TokenPrompt, read_engine_request
 from picker.io.tokenize.chain import TokenizerChain
 from picker.io.tokenize.step import Outcome
@@ -89,6 +90,7 @@ _REASONS = {
     Unused.NO_BODY: 'send the body of a request, or {"token_ids": [...]}',
     Unused.UNKNOWN_PATH: "the body has none of messages, prompt, input and token_ids",
     Unused.EMPTY: "the prompt is empty",
+    Unused.TOO_COMPLEX: f"the body has more than {MAX_PARTS} strings, lists and objects; ask about a shorter one",
 }
 
 

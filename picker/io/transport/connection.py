@@ -108,6 +108,7 @@ class Http2Connection:
     ) -> None:
         self.closed = False
         self.rejection: str | None = None
+        self.refusals: set[str] = set()
         self._services: dict[bytes, HandlerFactory] = {path.encode(): make for path, make in services.items()}
         self._limits = limits
         self._counters = counters
@@ -480,6 +481,8 @@ class Http2Connection:
         self._counters.rejected[reason] += 1
         if connection:
             self.rejection = reason
+        else:
+            self.refusals.add(reason)
 
     def _fail(self, data: bytes, error: NGH2Error) -> None:
         """Give the connection up: `data` broke the protocol so badly that HTTP/2 cannot even say so."""

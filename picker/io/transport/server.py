@@ -34,6 +34,10 @@ _REMEDIES = {
     "tls_handshake": "A TLS handshake failed",
     "too_many_connections": "The limit of connections is reached",
     "unresponsive": "The peer neither sends, nor reads, nor answers a PING",
+    "message_too_large": "A message is larger than listen.maxMessageBytes: its request passes without a pick, or fails "
+    "in full duplex; raise the limit above Envoy's buffer limit",
+    "receive_buffer_full": "Too many unfinished messages wait on one connection: requests pass without a pick, or fail",
+    "send_queue_full": "The peer reads too slowly, and a stream had to be reset",
 }
 
 
@@ -232,6 +236,10 @@ class _Http2Protocol(asyncio.Protocol):
                 transport.write(out)
             if len(out) < _WRITE_SIZE:
                 break
+        if connection.refusals:
+            for reason in connection.refusals & _REMEDIES.keys():
+                self._server.name_peer(reason, self._peer)
+            connection.refusals.clear()
         if connection.closed:
             self._close(transport)
         elif (due := connection.next_deadline) is not None and (self._expiry is None or due < self._expiry.when()):

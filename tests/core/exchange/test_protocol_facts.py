@@ -68,14 +68,14 @@ def test_buffered_answers_headers_at_once_because_envoy_sends_the_body_only_afte
 def test_buffered_body_before_trailers_has_no_end_of_stream_and_is_whole():
     exchange, _ = opened(BUFFERED)
     (decide,) = exchange.receive(RequestBody(b"{}"))
-    assert decide.body_state is BodyState.COMPLETE
+    assert decide.body_state is BodyState.NONE
     exchange.decided(Routed(POD))
     assert exchange.receive(RequestTrailers()) == (TrailersReply(Side.REQUEST),)
 
 
 def test_buffered_request_of_trailers_alone_is_decided_and_answered_with_metadata():
     exchange, _ = opened(BUFFERED)
-    assert exchange.receive(RequestTrailers()) == (Decide(HEADERS, b"", BodyState.COMPLETE, BUFFERED, None),)
+    assert exchange.receive(RequestTrailers()) == (Decide(HEADERS, b"", BodyState.NONE, BUFFERED, None),)
     assert exchange.decided(Routed(POD)) == (TrailersReply(Side.REQUEST, POD),)
 
 
@@ -517,3 +517,10 @@ def test_repeated_request_headers_are_answered_unless_their_answer_is_still_due(
         Report(Anomaly.UNEXPECTED_MESSAGE),
         request_headers_reply(remove_headers=("x-prefiller-host-port",)),
     )
+
+
+@pytest.mark.parametrize("mode", list(BodyMode))
+def test_a_tunnel_has_no_end_that_could_be_waited_for(mode):
+    exchange, effects = opened(mode, headers={":method": b"CONNECT", ":authority": b"10.0.0.1:80"})
+    assert effects == (Immediate(405, b"", details="picker_no_tunnel"),)
+    assert exchange.receive(StreamEnded()) == ()
