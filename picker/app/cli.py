@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -29,6 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"picker {picker.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    # gRPC's own lines of C++ would stand between those of the log; what matters comes as exceptions.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     given = list(sys.argv[1:] if arguments is None else arguments)
     chosen = next((word for word in given if not word.startswith("-")), None)
     for name, (module, summary) in _COMMANDS.items():

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from picker.app import config_scheduler
+from picker.app.certificates import certificate_source
 from picker.app.config_settings import Config, Listen, Predict, Scrape, StaticEndpoints, TlsMode
 from picker.core.plugins.registry import SchedulerSpec
 from picker.core.strict import ConfigError, Findings, Problem, decode
@@ -68,11 +69,14 @@ def load(document: str | bytes) -> Loaded:
 
 
 def load_file(path: str | Path) -> Loaded:
-    """Read a configuration file. Raises ConfigError also when the file cannot be read."""
+    """Read a configuration file. Raises ConfigError also when it, or a file of its certificate, cannot be used."""
     try:
-        return load(read_file(Path(path), MOST_BYTES))
+        loaded = load(read_file(Path(path), MOST_BYTES))
     except FileError as error:
-        raise ConfigError([Problem("", str(error))]) from None
+        raise ConfigError([Problem("", str(error), remedy="name the configuration file with -c")]) from None
+    # Not in load: a certificate needs a restart, so a reload must not fail for one that is just being renewed.
+    certificate_source(loaded.config.listen.tls)
+    return loaded
 
 
 def effective(config: Config) -> dict[str, Any]:

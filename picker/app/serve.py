@@ -8,7 +8,8 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -16,8 +17,9 @@ import structlog
 import uvloop
 from aiohttp import web
 
+from picker.app.certificates import certificate_source
 from picker.app.config import Config, ConfigError, Loaded, effective, load_file
-from picker.app.config_settings import FileEndpoints, TlsMode, Transport
+from picker.app.config_settings import FileEndpoints, Transport
 from picker.app.kvcache import KvCachePart, PredictError
 from picker.app.reload import ConfigFile
 from picker.core.director import Director
@@ -34,7 +36,6 @@ from picker.io.transport.grpcio_server import GrpcioServer
 from picker.io.transport.health import HealthState, health_services
 from picker.io.transport.limits import Limits
 from picker.io.transport.server import Http2Server
-from picker.io.transport.tls import CertificateFiles, CertificateSource, SelfSigned
 
 logger = structlog.get_logger(__name__)
 
@@ -57,10 +58,10 @@ def run(options: argparse.Namespace) -> int:
         logger.warning("The configuration is odd", warning=warning)
     try:
         uvloop.run(_serve(loaded, path))
-    except OSError as error:
-        logger.error("The picker cannot start; free the port or change `listen`", error=str(error))  # noqa: TRY400
+    except PortError as error:
+        logger.error("The picker cannot start", error=str(error))  # noqa: TRY400
         return 1
-    except PredictError as error:
+    except (ConfigError, PredictError) as error:
         print(error, file=sys.stderr)
         return 2
     return 0
@@ -75,6 +76,10 @@ async def _serve(loaded: Loaded, path: Path) -> None:
     await picker.start()
     await stop.wait()
     await picker.stop()
+
+
+class PortError(Exception):
+    """A port cannot be had; the text names its setting and says what to do."""
 
 
 class Picker:
@@ -127,15 +132,19 @@ class Picker:
         metrics.reload_outcomes = lambda: {"ok": self._file.reloads, **self._file.refused}
 
     async def start(self) -> None:
-        """Listen and begin to work. OSError if a port cannot be had."""
+        """Listen and begin to work. PortError if a port cannot be had."""
         config = self._config
-        host, port = _split(config.listen.http)
+        listen = config.listen
         await self._http.setup()
-        await web.TCPSite(self._http, host, port).start()
+        with _naming("listen.http", listen.http):
+            await web.TCPSite(self._http, *_split(listen.http)).start()
         self.ports["http"] = self._http.addresses[0][1]
-        self.ports["admin"] = await self._admin.start(*_split(config.listen.admin))
-        self.ports["extproc"] = await self._server.start(*_split(config.listen.extproc))
-        await self._kv_cache.start()
+        with _naming("listen.admin", listen.admin):
+            self.ports["admin"] = await self._admin.start(*_split(listen.admin))
+        with _naming("listen.extproc", listen.extproc):
+            self.ports["extproc"] = await self._server.start(*_split(listen.extproc))
+        with _naming("predict.listen", config.predict.listen):
+            await self._kv_cache.start()
         if self._kv_cache.port is not None:
             self.ports["predict"] = self._kv_cache.port
         self._discover(config)
@@ -232,13 +241,8 @@ def _transport(config: Config, service: ExtProcService, state: HealthState) -> H
     listen = config.listen
     services = {**service.services, **health_services(state)}
     limits = Limits(max_message=listen.max_message_bytes, max_concurrent_streams=listen.max_concurrent_streams)
-    certificates: CertificateSource | None = None
-    if listen.tls.mode is TlsMode.SELF_SIGNED:
-        certificates = SelfSigned(listen.tls.names)
-    elif listen.tls.mode is TlsMode.FILES:
-        certificates = CertificateFiles(Path(listen.tls.certificate), Path(listen.tls.key), clock=time.monotonic)
     server = Http2Server if listen.transport is Transport.HTTP2 else GrpcioServer
-    return server(services, limits=limits, certificates=certificates)
+    return server(services, limits=limits, certificates=certificate_source(listen.tls))
 
 
 def _extproc_settings(config: Config) -> ExtProcSettings:
@@ -264,6 +268,14 @@ def _scrape_settings(loaded: Loaded) -> ScrapeSettings:
 
 def _models_matter(loaded: Loaded) -> bool:
     return "lora-affinity" in loaded.spec.filters or "kvcache-aware" in dict(loaded.spec.scorers)
+
+
+@contextmanager
+def _naming(setting: str, address: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise PortError(f"{setting}: {address}: {error}; free the port or use another") from error
 
 
 def _split(address: str) -> tuple[str, int]:

@@ -403,11 +403,6 @@ def test_long_texts_may_contain_anything(unit):
     assert text(CHAT, messages=user(content)) == f"<|im_start|>user\n{content}<|im_end|>\n"
 
 
-def test_a_million_token_ids_are_a_prompt():
-    ids = list(range(1_000_000))
-    assert read(COMPLETIONS, prompt=ids).texts == (struct.pack("=1000000I", *ids),)
-
-
 def test_no_body_is_unused():
     assert parse(COMPLETIONS, b"").unused is Unused.NO_BODY
 
@@ -451,8 +446,8 @@ def test_large_bodies():
     ten_megabytes = "x" * 10_000_000
     assert text(COMPLETIONS, prompt=ten_megabytes) == ten_megabytes
     assert text(CHAT, messages=user(ten_megabytes)) == f"<|im_start|>user\n{ten_megabytes}<|im_end|>\n"
-    many = user("y") * 200_000
-    assert text(CHAT, messages=many) == "<|im_start|>user\ny<|im_end|>\n" * 200_000
+    many = user("y") * 15_000
+    assert text(CHAT, messages=many) == "<|im_start|>user\ny<|im_end|>\n" * 15_000
     assert len(read(COMPLETIONS, prompt=list(range(1_000_000))).texts[0]) == 4_000_000
 
 

@@ -68,7 +68,7 @@ def test_buffered_answers_headers_at_once_because_envoy_sends_the_body_only_afte
 def test_buffered_body_before_trailers_has_no_end_of_stream_and_is_whole():
     exchange, _ = opened(BUFFERED)
     (decide,) = exchange.receive(RequestBody(b"{}"))
-    assert decide.body_state is BodyState.NONE
+    assert decide.body_state is BodyState.COMPLETE
     exchange.decided(Routed(POD))
     assert exchange.receive(RequestTrailers()) == (TrailersReply(Side.REQUEST),)
 

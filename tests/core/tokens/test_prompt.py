@@ -81,7 +81,9 @@ def test_prompts_are_texts_and_token_ids(prompt: Any, prompts: tuple[Any, ...]) 
         ("/v1/chat/completions", b'{"messages": [ ]}', Unused.EMPTY),
         ("/v1/chat/completions", b'{"prompt":"a"}', Unused.EMPTY),
         ("/v1/responses", b'{"input":""}', Unused.EMPTY),
-        ("/v1/completions", b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}", Unused.INVALID_JSON),
+        ("/v1/completions", b'{"prompt":' + b"[" * 40_000 + b"]" * 40_000 + b"}", Unused.INVALID_JSON),
+        ("/v1/completions", b'{"prompt":[' + b",".join([b"[1]"] * 200_000) + b"]}", Unused.TOO_COMPLEX),
+        ("/v1/chat/completions", b"{" + b",".join([b'"a":1'] * 200_000) + b"}", Unused.TOO_COMPLEX),
     ],
 )
 def test_a_body_that_cannot_be_used_says_why(path: str, body: bytes, reason: Unused) -> None:
