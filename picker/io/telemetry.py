@@ -48,6 +48,10 @@ _REMEDIES: dict[Anomaly, str] = {
         "a request body is larger than the picker keeps; it is routed by its beginning or by load alone. "
         "Raise the limit if such requests are meant to be"
     ),
+    Anomaly.MALFORMED_MESSAGE: (
+        "a message on the ext_proc port was no ProcessingRequest, and its stream was ended. Let only Envoy connect to "
+        "this port, and look for what changes messages on the way"
+    ),
     Anomaly.CONTROL_HEADER: (
         "a client sent a header that steers routing; it was removed. "
         "Strip these headers in Envoy before the ext_proc filter, as the shipped configurations do"

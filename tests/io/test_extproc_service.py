@@ -161,13 +161,26 @@ def test_learning_that_fails_costs_no_request_and_no_count(broken, where):
     assert rig.value("requests_finished_total", status="2xx") == 1
 
 
-def test_a_malformed_message_is_counted_and_the_stream_goes_on():
+def test_a_malformed_message_ends_the_stream_and_all_it_counted():
     rig = Rig()
     call, stream = rig.open()
-    stream.message(b"\xff\xff")
+    stream.message(headers(DUPLEX))
+    stream.message(body(BODY, end_of_stream=False))
+    stream.message(b"\xff\xff\xff")
+    assert call.status is Status.INVALID_ARGUMENT
+    stream.closed()
+    assert rig.value("anomalies_total", kind="malformed_message") == 1
+    assert rig.value("open_streams") == rig.value("buffered_body_bytes") == rig.value("in_flight_requests") == 0
+
+
+def test_a_message_of_an_unknown_kind_is_counted_and_the_stream_goes_on():
+    rig = Rig()
+    call, stream = rig.open()
+    stream.message(b"\xfa\x3e\x00")  # field 1007, as a newer Envoy might send
     stream.message(headers(BUFFERED, end_of_stream=True))
     assert destinations(call.sent[0].request_headers)
-    assert rig.value("anomalies_total", kind="malformed_message") == 1
+    assert call.status is None
+    assert rig.value("anomalies_total", kind="unexpected_message") == 1
 
 
 def test_bodies_of_all_streams_together_are_bounded():

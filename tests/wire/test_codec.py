@@ -39,7 +39,7 @@ from picker.core.exchange.events import (
     ResponseHeaders,
     ResponseTrailers,
 )
-from picker.io.extproc.codec import MalformedMessageError, decode, encode
+from picker.io.extproc.codec import MalformedMessageError, UnknownMessageError, decode, encode
 
 names = st.from_regex(r"[a-z][a-z0-9-]{0,20}", fullmatch=True)
 header_maps = st.dictionaries(names, st.binary(min_size=1, max_size=40), max_size=12)
@@ -139,15 +139,21 @@ def test_served_endpoint_from_metadata_goes_before_the_upstream_address():
     assert [event.served for event in (both, only, neither)] == ["10.0.0.2:8000", "10.0.0.1:8000", None]
 
 
-@pytest.mark.parametrize("data", [b"", b"\xff\xff\xff", b"\x12", bytes(ProcessingRequest(observability_mode=True))])
-def test_other_messages_are_malformed(data):
+@pytest.mark.parametrize("data", [b"\xff\xff\xff", b"\x12"])
+def test_other_bytes_are_malformed(data):
     with pytest.raises(MalformedMessageError):
         decode(data)
 
 
+@pytest.mark.parametrize("data", [b"", bytes(ProcessingRequest(observability_mode=True))])
+def test_other_messages_are_unknown(data):
+    with pytest.raises(UnknownMessageError):
+        decode(data)
+
+
 @given(st.binary(max_size=300))
-def test_arbitrary_bytes_are_an_event_or_malformed(data):
-    with contextlib.suppress(MalformedMessageError):
+def test_arbitrary_bytes_are_an_event_or_refused(data):
+    with contextlib.suppress(MalformedMessageError, UnknownMessageError):
         decode(data)
 
 

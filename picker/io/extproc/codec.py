@@ -33,11 +33,15 @@ _MODES = {mode.value: mode for mode in BodyMode}
 
 
 class MalformedMessageError(Exception):
-    """A message that is no ProcessingRequest, or none of a kind we know."""
+    """A message that is no ProcessingRequest."""
+
+
+class UnknownMessageError(Exception):
+    """A ProcessingRequest of a kind that is not known here: a newer Envoy may send one."""
 
 
 def decode(data: bytes) -> Event:
-    """Decode one ProcessingRequest. Raises MalformedMessageError."""
+    """Decode one ProcessingRequest. Raises MalformedMessageError or UnknownMessageError."""
     try:
         message = pb.ProcessingRequest.FromString(data)
     except DecodeError as error:
@@ -61,7 +65,7 @@ def decode(data: bytes) -> Event:
         return RequestTrailers(protocol)
     if kind == "response_trailers":
         return ResponseTrailers(_served(message), protocol)
-    raise MalformedMessageError("a ProcessingRequest of a kind that is not known here")
+    raise UnknownMessageError("a ProcessingRequest of a kind that is not known here")
 
 
 Reply = HeadersReply | BodyReply | StreamedBody | TrailersReply | Immediate

@@ -27,8 +27,8 @@ from picker.core.headers import FALLBACKS_WANTED
 from picker.core.scheduling.api import Request
 from picker.core.scheduling.decision import Decision, Reason
 from picker.core.telemetry import Telemetry
-from picker.io.extproc.codec import MalformedMessageError, decode, encode
-from picker.io.rpc import Call, HandlerFactory
+from picker.io.extproc.codec import MalformedMessageError, UnknownMessageError, decode, encode
+from picker.io.rpc import Call, HandlerFactory, Status
 
 METHOD = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 
@@ -142,8 +142,13 @@ class ExtProcStream:
     def message(self, data: bytes) -> None:
         try:
             event = decode(data)
+        except UnknownMessageError as error:
+            self._service.telemetry.anomaly(Anomaly.UNEXPECTED_MESSAGE, str(error))
+            return
         except MalformedMessageError as error:
+            # Envoy waits for an answer to each message. None is possible to this one, so that it has to give up.
             self._service.telemetry.anomaly(Anomaly.MALFORMED_MESSAGE, str(error))
+            self._call.finish(Status.INVALID_ARGUMENT, str(error))
             return
         if type(event) is RequestBody:
             self._count(len(event.data))
