@@ -18,12 +18,22 @@ from picker.app import config_scheduler
 from picker.app.certificates import certificate_source
 from picker.app.config_settings import Config, Listen, Predict, Scrape, StaticEndpoints, TlsMode
 from picker.core.plugins.registry import SchedulerSpec
-from picker.core.strict import ConfigError, Findings, Problem, decode
+from picker.core.strict import ConfigError, Findings, Problem, child, decode
 from picker.io import strict_yaml
 from picker.io.discovery import endpoint_list
 from picker.io.file_watch import FileError, read_file
 
-__all__ = ["MOST_BYTES", "Config", "ConfigError", "Loaded", "effective", "load", "load_file", "needs_restart"]
+__all__ = [
+    "MOST_BYTES",
+    "Config",
+    "ConfigError",
+    "Loaded",
+    "effective",
+    "in_force",
+    "load",
+    "load_file",
+    "needs_restart",
+]
 
 MOST_BYTES = 1024 * 1024
 
@@ -31,8 +41,6 @@ _OF_KTHENA = {
     "auth": "remove it: authentication is Envoy's, and only `scheduler` of Kthena's configuration is read here",
     "sessionSticky": "remove it: sessions are not pinned, and only `scheduler` of Kthena's configuration is read here",
 }
-_AT_START = (("listen",), ("predict",), ("log", "format"), ("debug",))
-"""What is read once, when the process starts."""
 
 
 class Loaded(Struct, frozen=True):
@@ -88,21 +96,27 @@ def effective(config: Config) -> dict[str, Any]:
     return plain
 
 
-def needs_restart(old: Config, new: Config) -> list[str]:
+def in_force(started: Config, changed: Config) -> Config:
+    """The changed configuration, but for what is read once, when the process starts."""
+    replace = msgspec.structs.replace
+    at_stop = {name: getattr(changed.listen, name) for name in ("leave_seconds", "drain_seconds")}
+    return replace(
+        changed,
+        listen=replace(started.listen, **at_stop),
+        predict=started.predict,
+        log=replace(changed.log, format=started.log.format),
+        debug=started.debug,
+    )
+
+
+def needs_restart(started: Config, changed: Config) -> list[str]:
     """The paths of changed settings that only a restart puts in force."""
-    before, after = effective(old), effective(new)
-    paths: list[str] = []
-    for keys in _AT_START:
-        was, now = before, after
-        for key in keys:
-            was, now = was[key], now[key]
-        paths += _changed(".".join(keys), was, now)
-    return paths
+    return _changed("", effective(in_force(started, changed)), effective(changed))
 
 
 def _changed(path: str, was: Any, now: Any) -> list[str]:
     if isinstance(was, dict):
-        return [found for key in was for found in _changed(f"{path}.{key}", was[key], now[key])]
+        return [found for key in was for found in _changed(child(path, key), was[key], now[key])]
     return [] if was == now else [path]
 
 

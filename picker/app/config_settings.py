@@ -51,7 +51,7 @@ class Transport(StrEnum):
 
 
 class Listen(Struct, frozen=True, rename="camel"):
-    """Where the picker listens. Changes need a restart."""
+    """Where the picker listens. Changes need a restart, but for `leaveSeconds` and `drainSeconds`."""
 
     extproc: _Listen = "0.0.0.0:9002"
     """Address of ext_proc and gRPC health."""

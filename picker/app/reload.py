@@ -7,9 +7,10 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import structlog
 
-from picker.app.config import MOST_BYTES, Config, Loaded, load, needs_restart
+from picker.app.config import MOST_BYTES, Config, Loaded, in_force, load, needs_restart
 from picker.io.file_watch import WatchedFile
 
 logger = structlog.get_logger(__name__)
@@ -18,16 +19,18 @@ logger = structlog.get_logger(__name__)
 class ConfigFile(WatchedFile[Loaded]):
     """The file that the configuration `started` came from. A bad change is refused and the configuration stays.
 
-    A change of what only a restart puts in force is named in the log, each time until the restart.
+    What only a restart puts in force stays as `started` has it. Changes of it are named in the log, each time until the
+    restart, and in `needs_restart`.
     """
 
     def __init__(self, path: Path, started: Config, *, poll_seconds: float = 1.0) -> None:
         super().__init__(path, load, most_bytes=MOST_BYTES, poll_seconds=poll_seconds)
+        self.needs_restart: list[str] = []
         self._started = started
         self._current = started
 
     async def run(self, on_change: Callable[[Loaded], None]) -> None:
-        """Tell each configuration that differs from the one before, until cancelled. SIGHUP looks at once."""
+        """Tell what is in force by each configuration that differs from the one before, until cancelled. SIGHUP looks at once."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGHUP, self.check_now)
         try:
@@ -42,6 +45,7 @@ class ConfigFile(WatchedFile[Loaded]):
         logger.info("The configuration has changed", path=str(self.path))
         for warning in loaded.warnings:
             logger.warning("The configuration is odd", path=str(self.path), warning=warning)
-        if changed := needs_restart(self._started, loaded.config):
-            logger.warning("Some changes need a restart", path=str(self.path), settings=changed)
-        on_change(loaded)
+        self.needs_restart = needs_restart(self._started, loaded.config)
+        if self.needs_restart:
+            logger.warning("Some changes need a restart", path=str(self.path), settings=self.needs_restart)
+        on_change(msgspec.structs.replace(loaded, config=in_force(self._started, loaded.config)))

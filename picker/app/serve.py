@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import structlog
 import uvloop
@@ -117,7 +118,7 @@ class Picker:
                 self._director,
                 self._hub,
                 not_ready=lambda: self._not_ready,
-                config=lambda: effective(self._config),
+                config=self._in_force,
             ),
             access_log=None,
         )
@@ -183,7 +184,7 @@ class Picker:
         self._service.settings = _extproc_settings(config)
         self._scraper.settings = _scrape_settings(loaded)
         if config.log != old.log:
-            configure_logging(str(config.log.level), str(old.log.format))  # type: ignore[arg-type]
+            configure_logging(str(config.log.level), str(config.log.format))  # type: ignore[arg-type]
             self._hub.follow_logging(config.log.sample_decisions)
         if config.endpoints != old.endpoints:
             self._discover(config)
@@ -208,6 +209,11 @@ class Picker:
             logger.info("The endpoints have changed", endpoints=len(self._director.table), added=added, removed=removed)
         self._not_ready = None
         self._health.set_ready(True)
+
+    def _in_force(self) -> dict[str, Any]:
+        """The configuration in force, and the settings whose changes wait for a restart, if there are any."""
+        waiting = self._file.needs_restart
+        return {**effective(self._config), **({"needs_restart": waiting} if waiting else {})}
 
     def _discovery_outcomes(self) -> Mapping[str, int]:
         file = self._endpoint_file
@@ -275,7 +281,7 @@ def _naming(setting: str, address: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise PortError(f"{setting}: {address}: {error}; free the port or use another") from error
+        raise PortError(f"{setting}: {address}: cannot listen; free the port or use another ({error})") from error
 
 
 def _split(address: str) -> tuple[str, int]:

@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from picker.app import check
-from picker.app.config import Config, ConfigError, effective, load, load_file, needs_restart
+from picker.app.config import Config, ConfigError, effective, in_force, load, load_file, needs_restart
 from picker.app.config_settings import AssumedBody, FileEndpoints
 from picker.core.exchange.events import BodyMode
 from picker.core.plugins.least_request import LeastRequestArgs
@@ -312,13 +312,18 @@ def test_a_later_plugin_entry_wins():
 def test_needs_restart_names_what_a_reload_cannot_change():
     old = load(ADDRESS).config
     new = load("""
-        listen: {http: "0.0.0.0:9999", tls: {mode: self-signed}}
+        listen: {http: "0.0.0.0:9999", tls: {mode: self-signed}, leaveSeconds: 1, drainSeconds: 5}
+        predict: {requestsPerSecond: 7}
         log: {level: debug, format: console}
         exchange: {fallbacks: 1}
         scrape: {enabled: false}
     """).config
-    assert needs_restart(old, new) == ["listen.http", "listen.tls.mode", "log.format"]
+    assert needs_restart(old, new) == ["listen.http", "listen.tls.mode", "predict.requestsPerSecond", "log.format"]
     assert needs_restart(new, new) == []
+    force = in_force(old, new)
+    assert (force.listen.http, force.listen.tls.mode, force.log.format) == ("0.0.0.0:9090", "off", "json")
+    assert (force.listen.leave_seconds, force.listen.drain_seconds) == (1, 5)  # read when the picker stops
+    assert (force.log.level, force.exchange.fallbacks, force.scrape.enabled) == ("debug", 1, False)
 
 
 # Round trips

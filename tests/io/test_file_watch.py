@@ -260,9 +260,16 @@ async def test_sighup_looks_at_the_configuration_at_once(tmp_path: Path):
 async def test_changes_that_need_a_restart_are_named_until_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "picker.yaml"
     path.write_text("{}")
-    async with watching(ConfigFile(path, load_file(path).config, poll_seconds=POLL)) as seen:
-        path.write_text("listen: {drainSeconds: 5}")
+    file = ConfigFile(path, load_file(path).config, poll_seconds=POLL)
+    async with watching(file) as seen:
+        path.write_text("listen: {http: '127.0.0.1:1', drainSeconds: 5}")
         await until(lambda: len(seen) == 1)
-        path.write_text("listen: {drainSeconds: 5}\nlog: {level: debug}")
+        path.write_text("listen: {http: '127.0.0.1:1', drainSeconds: 5}\nlog: {level: debug}")
         await until(lambda: len(seen) == 2)
-    assert capsys.readouterr().out.count("listen.drainSeconds") == 2
+        assert file.needs_restart == ["listen.http"]
+        path.write_text("log: {level: debug}")
+        await until(lambda: len(seen) == 3)
+        assert file.needs_restart == []
+    assert [loaded.config.listen.http for loaded in seen] == ["0.0.0.0:9090"] * 3
+    assert [loaded.config.listen.drain_seconds for loaded in seen] == [5, 5, 30]
+    assert capsys.readouterr().out.count("listen.http") == 2
