@@ -13,6 +13,11 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes says more about the machine than about the code.
+settings.register_profile("default", deadline=None)
+settings.load_profile("default")
 
 
 class RedisServer:
