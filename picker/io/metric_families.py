@@ -14,9 +14,11 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 MAX_MODELS = 100
-"""Model names with a label of their own; clients choose these names, so that more become `OTHER`."""
+"""Model names with a label of their own; clients choose these names."""
 MAX_LABEL_LENGTH = 80
 OTHER = "other"
+OTHER_MODEL = "<other>"
+NO_MODEL = "<none>"
 
 Labels = tuple[str, ...]
 Readings = Iterable[tuple[Labels, float]]
@@ -105,17 +107,23 @@ class Reading(Family):
 
 
 class ModelLabels(dict[str, str]):
-    """Model names to label values: printable, short, and at most `MAX_MODELS`. Look names up by subscript."""
+    """Model names to label values: printable, short, and at most `MAX_MODELS`. Look names up by subscript.
+
+    A name is `OTHER_MODEL` until it is admitted, so that names which no engine serves take no labels. No name's label
+    begins as `OTHER_MODEL` and `NO_MODEL` do.
+    """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__({"": NO_MODEL})
         self.overflow = 0
-        """Lookups that ended in `OTHER`."""
+        """Lookups that ended in `OTHER_MODEL`."""
 
     def __missing__(self, model: str) -> str:
-        if len(self) >= MAX_MODELS:
-            self.overflow += 1
-            return OTHER
-        printable = "".join(c if c.isprintable() else "_" for c in model[:MAX_LABEL_LENGTH])
-        self[model] = printable or "none"
-        return self[model]
+        self.overflow += 1
+        return OTHER_MODEL
+
+    def admit(self, model: str) -> None:
+        """Give a model that engines serve its label, if one is left."""
+        if model not in self and len(self) <= MAX_MODELS:
+            label = "".join(c if c.isprintable() else "_" for c in model[:MAX_LABEL_LENGTH])
+            self[model] = "_" + label[1:] if label.startswith("<") else label

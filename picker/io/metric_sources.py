@@ -165,7 +165,8 @@ class Sources:
             counter(
                 "model_label_overflow_total",
                 "",
-                f"Lookups of a model name that has no label because {MAX_MODELS} others do. Clients name many models.",
+                "Lookups of a model name that has no label: no request for it succeeded yet, or "
+                f"{MAX_MODELS} others have theirs. Rising steadily: clients name many models.",
                 lambda: [((), self.models.overflow)],
             ),
             gauge(

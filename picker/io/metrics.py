@@ -29,7 +29,8 @@ class Metrics(Sources):
         self.decisions = Counter(
             "decisions_total",
             "reason model",
-            "Decisions by how they ended. Any reason but `routed` was refused with 503 or 429.",
+            "Decisions by how they ended. Any reason but `routed` was refused with 503 or 429. A model is `<other>` until "
+            "a request for it succeeds.",
         )
         self.unused = Counter(
             "prompt_unused_total",
@@ -143,6 +144,8 @@ class Metrics(Sources):
     def finished(self, decision: Decision, finish: Finish, seconds: float) -> None:
         """Count the end of a routed request. Less than 2 us."""
         status = finish.status
+        if status is not None and 200 <= status < 300:
+            self.models.admit(decision.request.prompt.model)
         self.learned.series[finish.learned_on, "true" if finish.success else "false"] += 1
         self.outcomes.series[_STATUS_CLASSES.get(status and status // 100, OTHER),] += 1
         self._request.observe(seconds)

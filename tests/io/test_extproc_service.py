@@ -226,7 +226,7 @@ def test_all_saturated_is_429_with_retry_after():
         "content-type": b"application/json",
         "retry-after": b"7",
     }
-    assert rig.value("decisions_total", reason="filtered_out", model="m") == 1
+    assert rig.value("decisions_total", reason="filtered_out", model="<other>") == 1
     assert rig.value("in_flight_requests") == 0
 
 

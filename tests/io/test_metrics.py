@@ -35,6 +35,7 @@ class Scrape:
 
 
 def test_decisions_and_their_reasons(stack) -> None:
+    stack.metrics.models.admit("m")
     stack.decide(PROMPT)
     stack.decide(PROMPT)
     stack.decide(PROMPT, subset=("10.9.9.9",))
@@ -42,7 +43,7 @@ def test_decisions_and_their_reasons(stack) -> None:
     scrape = Scrape(stack.metrics)
     assert scrape("decisions_total", reason="routed", model="m") == 2
     assert scrape("decisions_total", reason="none_in_subset", model="m") == 1
-    assert scrape("decisions_total", reason="routed", model="none") == 1
+    assert scrape("decisions_total", reason="routed", model="<none>") == 1
     assert scrape("prompt_unused_total", reason="body_mode_streamed") == 1
     assert scrape("prompt_unused_total", reason="invalid_json") == 0
     assert scrape("decision_seconds_count") == 4
@@ -54,6 +55,7 @@ def test_decisions_and_their_reasons(stack) -> None:
 
 
 def test_match_ratio_is_that_of_the_best_endpoint_and_a_miss_is_0(stack) -> None:
+    stack.metrics.models.admit("m")
     stack.serve(PROMPT)
     stack.serve(PROMPT[:320] + "q" * 320)
     stack.serve(PROMPT)
@@ -137,18 +139,34 @@ def test_state_of_others_is_read_when_asked(stack) -> None:
 
 def test_clients_cannot_make_series_without_end(stack) -> None:
     for number in range(150):
+        stack.serve(PROMPT, f"model-{number}")
         stack.decide(PROMPT, f"model-{number}")
     scrape = Scrape(stack.metrics)
     assert len(scrape.label_values("decisions_total", "model")) == 101
-    assert scrape("decisions_total", reason="routed", model="other") == 50
-    assert scrape("model_label_overflow_total") == 50
+    assert scrape("decisions_total", reason="routed", model="model-99") == 1
+    assert scrape("decisions_total", reason="routed", model="<other>") == 100 + 2 * 50
 
 
-@given(st.text(max_size=600))
-def test_any_model_name_is_one_short_label(model: str) -> None:
+@pytest.mark.parametrize("status", [404, 503, None])
+def test_a_name_that_no_engine_serves_takes_no_label(stack, status: int | None) -> None:
+    for number in range(150):
+        stack.serve(PROMPT, f"junk-{number}", status=status)
+    stack.serve(PROMPT, "real")
+    stack.decide(PROMPT, "real")
+    scrape = Scrape(stack.metrics)
+    assert scrape.label_values("decisions_total", "model") == {"<other>", "real"}
+    assert scrape("model_label_overflow_total") == 151
+
+
+@given(st.text(min_size=1, max_size=600) | st.sampled_from(["<other>", "<none>", "other", "none"]))
+def test_any_model_name_is_one_short_label_of_its_own(model: str) -> None:
     metrics = Metrics()
     metrics.evicted(model, 1)
-    (label,) = Scrape(metrics).label_values("prefix_cache_evictions_total", "model")
+    metrics.evicted("", 1)
+    metrics.models.admit(model)
+    metrics.evicted(model, 1)
+    labels = Scrape(metrics).label_values("prefix_cache_evictions_total", "model")
+    (label,) = labels - {"<other>", "<none>"}
     assert 1 <= len(label) <= 80
     assert label.isprintable()
 
