@@ -40,6 +40,8 @@ from picker.io.transport.server import Http2Server
 
 logger = structlog.get_logger(__name__)
 
+_STARTING = "starting"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `picker serve`."""
@@ -92,7 +94,7 @@ class Picker:
         self._config = config
         self._file = ConfigFile(path, config)
         self._health = HealthState()
-        self._not_ready: str | None = "starting"
+        self._not_ready: str | None = _STARTING
         self._endpoint_file: EndpointFile | None = None
         self._discovery: asyncio.Task[None] | None = None
         self._scraping: asyncio.Task[None] | None = None
@@ -117,7 +119,7 @@ class Picker:
             create_app(
                 self._director,
                 self._hub,
-                not_ready=lambda: self._not_ready,
+                not_ready=self._why_not_ready,
                 config=self._in_force,
             ),
             access_log=None,
@@ -209,6 +211,12 @@ class Picker:
             logger.info("The endpoints have changed", endpoints=len(self._director.table), added=added, removed=removed)
         self._not_ready = None
         self._health.set_ready(True)
+
+    def _why_not_ready(self) -> str | None:
+        file = self._endpoint_file
+        if self._not_ready == _STARTING and file is not None and file.last_error:
+            return f"endpoints.file: {file.last_error}; the picker is ready as soon as the file is good"
+        return self._not_ready
 
     def _in_force(self) -> dict[str, Any]:
         """The configuration in force, and the settings whose changes wait for a restart, if there are any."""

@@ -74,9 +74,10 @@ class WatchedFile(Generic[T]):
 
     `parse` turns its content into a value, or raises ConfigError. A file that is missing, cannot be read or parsed is
     refused: logged, counted in `refused` by reason (`missing`, `unreadable`, `too_large`, `invalid`), and described in
-    `last_error` until it is good again. It is refused once, not at each look.
+    `last_error` until it is good again. It is refused once, not at each look; a look that `check_now` asked for says
+    again what is wrong.
 
-    `reloads` counts the contents that were taken, the first included; `last_success_at` is the Unix time of the last.
+    `reloads` counts the contents that were taken, the first included.
     """
 
     def __init__(
@@ -93,23 +94,26 @@ class WatchedFile(Generic[T]):
         self.reloads = 0
         self.refused: Counter[str] = Counter()
         self.last_error = ""
-        self.last_success_at = 0.0
         self._parse = parse
         self._most_bytes = most_bytes
         self._clock = clock
         self._looked_at: bytes | str | None = None
         self._signature: _Signature | None = None
         self._wanted = asyncio.Event()
+        self._asked = False
 
     def check_now(self) -> None:
         """Look at the file at once, even if nothing tells that it changed."""
         self._signature = None
+        self._asked = True
         self._wanted.set()
 
     async def run(self, on_change: Callable[[T], None]) -> None:
         """Tell what the file means now, then what it means after each change, until cancelled."""
         while True:
             self._wanted.clear()
+            asked, self._asked = self._asked, False
+            refused = self.refused.total()
             try:
                 content = await self._changed()
                 # In a thread, since ten thousand endpoints take half a second.
@@ -125,8 +129,9 @@ class WatchedFile(Generic[T]):
                 if value is not None:
                     self.reloads += 1
                     self.last_error = ""
-                    self.last_success_at = self._clock()
                     on_change(value)
+            if asked and self.last_error and self.refused.total() == refused:
+                logger.warning("The file is still refused", path=str(self.path), error=self.last_error)
             await self._pause()
 
     async def _changed(self) -> bytes | None:

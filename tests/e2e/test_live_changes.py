@@ -200,6 +200,43 @@ async def test_a_bad_change_is_refused_and_counted(pickers, start_envoy_here, en
     picker.send_signal(signal.SIGHUP)
 
 
+async def test_what_waits_for_a_restart_is_not_shown_as_in_force(start_picker, engines):
+    picker = await start_picker(over(engines))
+    before, listen = await picker.get("/debug/config"), picker.config["listen"]
+    picker.write({**picker.config, "listen": {**listen, "maxConcurrentStreams": 7, "leaveSeconds": 1.5}})
+    picker.send_signal(signal.SIGHUP)
+
+    async def noticed():
+        shown = await picker.get("/debug/config")
+        return shown if "needs_restart" in shown else None
+
+    shown = await until(noticed)
+    assert shown.pop("needs_restart") == ["listen.maxConcurrentStreams"]
+    assert shown == {**before, "listen": {**before["listen"], "leaveSeconds": 1.5}}
+    assert picker.events("Some changes need a restart")
+
+
+async def test_a_picker_whose_configuration_is_emptied_keeps_its_endpoints(start_picker, engines):
+    picker = await start_picker(over(engines))
+    path = picker.directory / "picker.yaml"
+    path.write_text("")
+    picker.send_signal(signal.SIGHUP)
+
+    async def refused():
+        return (await picker.metrics())("config_reloads_total", outcome="invalid")
+
+    await until(refused)
+    await known(picker, len(engines))
+    path.unlink()
+
+    async def said_again():
+        picker.send_signal(signal.SIGHUP)
+        return picker.events("The file is still refused")
+
+    await until(said_again)
+    await known(picker, len(engines))
+
+
 async def test_endpoints_in_the_configuration_change_with_it(start_picker, start_envoy_here, start_engines):
     engines = await start_engines(2)
     picker = await start_picker(over(engines[:1]))
@@ -223,7 +260,13 @@ async def test_a_picker_without_its_list_is_not_ready_and_not_asked(
     picker = await start_picker({"endpoints": {"file": {"path": str(path), "pollSeconds": 0.05}}})
     addresses = [engine.address for engine in engines]
     envoy = await start_envoy_here(bootstrap(Template.BUFFERED, picker=picker.address, endpoints=addresses))
-    assert await picker.get("/health") == {"status": "not ready", "reason": "starting"}
+
+    async def told_why():
+        health = await picker.get("/health")
+        assert health["status"] == "not ready"
+        return f"endpoints.file: {path} does not exist; " in health["reason"]
+
+    await until(told_why)
 
     async def left_out():
         answer = await send(envoy.port, prompt(1))
