@@ -70,7 +70,7 @@ def _remedy(error: grpc.RpcError, address: str) -> str:
     if code is grpc.StatusCode.UNAVAILABLE:
         return (
             f"no picker answers on {address} ({details}). Is `picker serve` running, and is this its `listen.admin`? "
-            "In Kubernetes: kubectl port-forward deployment/picker 9003, then try again; or name it with --admin"
+            "Name another with --admin"
         )
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return (
@@ -78,6 +78,8 @@ def _remedy(error: grpc.RpcError, address: str) -> str:
         )
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         return str(details)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return f"the prompt or body is too long to be explained; send a shorter one ({details})"
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return f"{address} did not answer within {_TIMEOUT_SECONDS:.0f} s: it is overloaded or not a gRPC server"
     return f"{address} answered {code.name}: {details}"
@@ -102,6 +104,8 @@ def _print_tables(decision: scores_pb2.Decision) -> None:
     microseconds = sum(decision.step_microseconds.values())
     model, path = _safe(decision.model or "(none)"), _safe(decision.path)
     console.print(Text(f"model {model}, path {path}, decided in {microseconds:.0f} µs", "dim"))
+    if decision.prompt_unused:
+        console.print(Text(f"routed by load alone, the prompt is unused: {decision.prompt_unused}", "yellow"))
     for result in decision.filters:
         console.print(Text(f"filter {_safe(result.filter)} left {result.remaining}", "dim"))
     if not decision.destinations:

@@ -9,29 +9,29 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import grpc
 import grpc.aio
 import msgspec
+from google.protobuf.message import DecodeError
 from google.protobuf.timestamp_pb2 import Timestamp
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 # Registers the descriptor of ext_proc, so that reflection can describe the service of the other port, too.
 from picker._proto.envoy.service.ext_proc.v3 import external_processor_pb2  # noqa: F401
-from picker._proto.picker.v1 import scores_pb2, scores_pb2_grpc
+from picker._proto.picker.v1 import scores_pb2
 from picker.core.director import Director
 from picker.core.exchange.effects import BodyState, Decide
 from picker.core.headers import SUBSET
-from picker.core.prompts import Unused
 from picker.core.scheduling.decision import Decision
 from picker.io.telemetry import Hub, TooManyWatchersError, without_prompt
 from picker.io.transport.health import HealthState
 
 SCORES_SERVICE = scores_pb2.DESCRIPTOR.services_by_name["Scores"].full_name
-MAX_INPUT_BYTES = 4 * 1024 * 1024
-"""Longest prompt or body that is explained; parsing it holds up the event loop."""
+MAX_INPUT_BYTES = 16 * 1024 * 1024
+"""Longest prompt or body that is explained: the longest that is routed by its prompt, unless configured otherwise."""
 MAX_HEADERS = 64
 MAX_HEADER_BYTES = 8192
 
@@ -40,6 +40,7 @@ _WATCH_SHARE = 0.05
 _COMPLETIONS = "/v1/completions"
 _CHAT_COMPLETIONS = "/v1/chat/completions"
 
+_Message = TypeVar("_Message", scores_pb2.ExplainRequest, scores_pb2.WatchRequest)
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
@@ -62,6 +63,8 @@ async def explain(
 ) -> Decision:
     """Decide as for a request, without side effects; the decision comes back without the prompt.
 
+    What would be routed by load alone is decided by load here, too, and `prompt.unused` says why.
+
     `prompt` is scored as POST /v1/completions for `model`; `body` as POST to `path` (default
     /v1/chat/completions), and names its own model. Raises ExplainError.
     """
@@ -75,7 +78,7 @@ async def explain(
     elif model:
         raise ExplainError("model", "belongs to prompt; a body names its own model")
     if len(body) > MAX_INPUT_BYTES:
-        raise ExplainError(field, f"has {len(body)} bytes, at most {MAX_INPUT_BYTES} are explained")
+        raise ExplainError(field, f"has {len(body)} bytes, at most {MAX_INPUT_BYTES} are explained; send a shorter one")
     path = path or _CHAT_COMPLETIONS
     if not path.startswith("/") or not path.isascii() or len(path) > MAX_HEADER_BYTES:
         raise ExplainError("path", f"is no request path of at most {MAX_HEADER_BYTES} ASCII characters")
@@ -88,13 +91,6 @@ async def explain(
     if preparing is not None:
         request = msgspec.structs.replace(request, prepared=await preparing)
     decision = director.decide(decide, request=request)
-    unused = decision.request.prompt.unused
-    if unused is Unused.UNKNOWN_PATH:
-        raise ExplainError("path", f"{path!r} is no completions, chat completions, responses or messages API")
-    if unused is Unused.CONTENT_ENCODING:
-        raise ExplainError("headers[content-encoding]", "send the body as it is, not encoded")
-    if unused is not None:
-        raise ExplainError(field, f"has no usable prompt ({unused})")
     return without_prompt(decision)
 
 
@@ -129,10 +125,11 @@ class AdminServer:
 
     async def start(self, host: str, port: int) -> int:
         """Listen, and return the port: the one that was free if `port` is 0. OSError if it cannot be had."""
-        limit = MAX_INPUT_BYTES + _FRAME_BYTES
+        # Room for a body that is too long to get here, so that `explain` can say what to do about it.
+        limit = 2 * MAX_INPUT_BYTES + _FRAME_BYTES
         options = [("grpc.max_receive_message_length", limit), ("grpc.so_reuseport", 0)]
         server = grpc.aio.server(options=options)
-        scores_pb2_grpc.add_ScoresServicer_to_server(self._scores, server)  # type: ignore[no-untyped-call]
+        server.add_generic_rpc_handlers((self._scores.handlers(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((SCORES_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -171,15 +168,35 @@ class AdminServer:
             await self._health.set(service, status.SERVING if serving else status.NOT_SERVING)
 
 
-class _Scores(scores_pb2_grpc.ScoresServicer):
+async def _read(kind: type[_Message], data: bytes, context: _Context) -> _Message:
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the message is no {kind.DESCRIPTOR.full_name}")
+
+
+class _Scores:
     def __init__(self, director: Director, hub: Hub, clock: Callable[[], float]) -> None:
         self._director = director
         self._hub = hub
         self._clock = clock
 
-    async def Explain(  # noqa: N802  the protocol's name
-        self, request: scores_pb2.ExplainRequest, context: _Context
-    ) -> scores_pb2.Decision:
+    def handlers(self) -> grpc.GenericRpcHandler:
+        """The methods with messages as bytes: a deserializer of grpcio's that fails is logged as an error of ours."""
+        return grpc.method_handlers_generic_handler(
+            SCORES_SERVICE,
+            {
+                "Explain": grpc.unary_unary_rpc_method_handler(
+                    self._explain, response_serializer=scores_pb2.Decision.SerializeToString
+                ),
+                "Watch": grpc.unary_stream_rpc_method_handler(
+                    self._watch, response_serializer=scores_pb2.Decision.SerializeToString
+                ),
+            },
+        )
+
+    async def _explain(self, data: bytes, context: _Context) -> scores_pb2.Decision:
+        request = await _read(scores_pb2.ExplainRequest, data, context)
         kind = request.WhichOneof("input")
         try:
             decision = await explain(
@@ -194,9 +211,8 @@ class _Scores(scores_pb2_grpc.ScoresServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         return to_proto(decision, self._clock())
 
-    async def Watch(  # noqa: N802  the protocol's name
-        self, request: scores_pb2.WatchRequest, context: _Context
-    ) -> AsyncIterator[scores_pb2.Decision]:
+    async def _watch(self, data: bytes, context: _Context) -> AsyncIterator[scores_pb2.Decision]:
+        request = await _read(scores_pb2.WatchRequest, data, context)
         try:
             with self._hub.watch(request.model) as watcher:
                 # Tells the client that from now on no decision is missed.
