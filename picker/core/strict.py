@@ -109,9 +109,13 @@ def suggest(name: str, known: Iterable[str]) -> str:
     names = sorted(known)
     if not names:
         return "remove it"
+    return _nearest(name, names) or f"known: {', '.join(names)}"
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
     by_lower = {other.lower(): other for other in names}
     near = get_close_matches(name[:_SHOWN].lower(), by_lower, 1)
-    return f'did you mean "{by_lower[near[0]]}"?' if near else f"known: {', '.join(names)}"
+    return f'did you mean "{by_lower[near[0]]}"?' if near else ""
 
 
 def decode(kind: Any, data: object, path: str, findings: Findings, *, unknown: str = "unknown key") -> Any:
@@ -206,8 +210,11 @@ def _scalar(kind: Any, data: object, path: str, findings: Findings) -> Any:
                 return None
             return _bounded(info, data, path, findings, remedy)
         case FloatType():
-            if type(data) not in (int, float) or not math.isfinite(data):  # type: ignore[arg-type]
-                return _wrong(path, "a finite number", data, findings)
+            if type(data) not in (int, float):
+                return _wrong(path, "a number", data, findings)
+            if not math.isfinite(data):  # type: ignore[arg-type]
+                findings.add(path, "is not finite", data, "write a plain number")
+                return None
             return _bounded(info, float(data), path, findings, remedy)  # type: ignore[arg-type]
         case StrType():
             return _text(info, data, path, findings, remedy)
@@ -245,7 +252,7 @@ def _member(kind: type[Any], data: object, path: str, findings: Findings) -> Any
     if not isinstance(data, str):
         return _wrong(path, f"one of {', '.join(members)}", data, findings)
     if data not in members:
-        findings.add(path, f"is none of {', '.join(members)}", data, suggest(data, members))
+        findings.add(path, f"is none of {', '.join(members)}", data, _nearest(data, members))
     return members.get(data)
 
 
@@ -265,7 +272,7 @@ def _wrong(path: str, wanted: str, data: object, findings: Findings) -> Any:
 def _retyped(wanted: str, data: object) -> str:
     if wanted == "text" and isinstance(data, int | float):
         return "put it in quotes"
-    if wanted in {"int", "a finite number"} and isinstance(data, str) and re.fullmatch(r"[-+]?[0-9._eE+-]+", data):
+    if wanted in {"int", "a number"} and isinstance(data, str) and re.fullmatch(r"[-+]?[0-9._eE+-]+", data):
         return "write plain decimal digits, without quotes, exponent or underscores"
     return ""
 

@@ -107,10 +107,10 @@ def test_all_problems_are_said_at_once():
         'sessionSticky: {"backend": "memory"}: unknown key; remove it',
         'listen.extproc: "localhost:9002": is not an IP address; host names need discovery: write ip:port',
         'listen.transport: "http": is none of http2, grpcio; did you mean "http2"?',
-        "listen.drainSeconds: NaN: expected a finite number",
+        "listen.drainSeconds: NaN: is not finite; write a plain number",
         "exchange.fallbacks: true: expected int, got a boolean",
         "exchange.retryAfterSeconds: 1.5: expected int, got a number",
-        'scrape.intervalSeconds: "0.2": expected a finite number, got text; write plain decimal digits',
+        'scrape.intervalSeconds: "0.2": expected a number, got text; write plain decimal digits',
         "scrape.timeoutSeconds: 0: must be at least 0.01",
         'scrape.path: "metrics": does not match ^/[!-~]*$; start it with "/"',
         "endpoints.kubernetes: {}: unknown key; known: file, static",
@@ -170,7 +170,7 @@ def test_all_problems_are_said_at_once():
         ),
         (
             "scheduler: {plugins: {Score: {enabled: [{name: random, weight: .inf}]}}}",
-            "scheduler.plugins.Score.enabled[0].weight: Infinity: expected a finite number",
+            "scheduler.plugins.Score.enabled[0].weight: Infinity: is not finite; write a plain number",
         ),
         (
             "scheduler: {pluginConfig: [{name: least-latency, args: {TTFTTPOTWeightFactor: 1.5}}]}",
@@ -215,6 +215,10 @@ def test_reading_ends_after_a_hundred_problems():
 
 
 # What a good configuration means
+
+
+def test_what_is_none_of_the_choices_hears_them_once():
+    assert problems("log: {level: loud}") == ['log.level: "loud": is none of debug, info, warning, error']
 
 
 @pytest.mark.parametrize("document", ["", "# nothing\n", "---\n", "null"])
