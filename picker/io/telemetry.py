@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 import structlog
+from aiohttp.http_exceptions import HttpProcessingError
 from msgspec import Struct
 
 from picker.core.exchange.effects import Anomaly, Finish
@@ -271,8 +272,31 @@ def configure_logging(level: str, format: Literal["json", "console"]) -> None:  
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(foreign_pre_chain=shared, processors=[remove_meta, *last]),
     )
+    logging.getLogger("aiohttp.server").addFilter(_NOT_HTTP)
     # Libraries log at debug what no operator of the picker wants to read.
     logging.basicConfig(handlers=[handler], level=max(threshold, logging.INFO), force=True)
+
+
+class _NotHttp(logging.Filter):
+    """Makes one line, now and then, of aiohttp's tracebacks about clients that do not speak HTTP/1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pace = _Pace(time.monotonic)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if not isinstance(error, HttpProcessingError):
+            return True
+        suppressed = self._pace.due("not_http")
+        record.levelno, record.levelname = logging.WARNING, "WARNING"
+        record.msg = "a client of an HTTP port sent no HTTP/1 request (%s); %s more were not logged"
+        record.args = (type(error).__name__, suppressed)
+        record.exc_info = record.exc_text = None
+        return suppressed is not None
+
+
+_NOT_HTTP = _NotHttp()
 
 
 def _json(event: Any, **_: Any) -> str:

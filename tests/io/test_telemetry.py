@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 import structlog
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from picker.core.exchange.effects import Anomaly
 from picker.core.scheduling.decision import Decision
@@ -181,6 +183,22 @@ def test_a_model_name_can_neither_forge_a_line_nor_colour_a_terminal(
         entry = json.loads(first)
         assert (entry["level"], entry["event"], entry["model"]) == ("debug", "decision", model)
         assert json.loads(second)["level"] == "warning"
+
+
+@pytest.mark.usefixtures("real_logging")
+async def test_http_2_on_an_http_1_port_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("info", "json")
+    server = TestServer(web.Application())
+    await server.start_server(access_log=None)
+    for _ in range(3):
+        reader, writer = await asyncio.open_connection(server.host, server.port)
+        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.")
+        writer.close()
+    await server.close()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert len(line) < 250
+    assert "no HTTP/1 request" in json.loads(line)["event"]
 
 
 @pytest.mark.usefixtures("real_logging")
