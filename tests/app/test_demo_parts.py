@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import io
 import re
 
 import numpy as np
@@ -103,7 +103,7 @@ class TestSummary:
             "ttft_p99_ms": 2.0,
             "cached_token_rate": 0.67,
         }
-        console = Console(width=100, record=True, file=open(os.devnull, "w"))  # noqa: SIM115, PTH123
+        console = Console(width=100, record=True, file=io.StringIO())
         console.print(report.table(summary, other))
         text = console.export_text()
         assert re.search(r"TTFT p90\W+400 ms\W+200 ms\W+2\.00×", text)
