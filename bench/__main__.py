@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 
-from bench import decision, extproc
+from bench import decision, extproc, kv
 from bench.report import Row, print_json, print_table
 
-_BENCHMARKS = {"decision": decision.run, "extproc": extproc.run}
+_BENCHMARKS = {"decision": decision.run, "extproc": extproc.run, "kv": kv.run}
 
 
 def main() -> int:

@@ -11,6 +11,7 @@ from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from msgspec import Struct
 
@@ -28,6 +29,13 @@ class Server(Struct, frozen=True):
     ports: Sequence[int]
 
 
+class KvCacheAware(Struct, frozen=True):
+    """What `kvcache-aware` needs: a tokenizer, and where each engine's events are."""
+
+    model_directory: Path
+    event_ports: Sequence[int]
+
+
 def cpu_seconds(pid: int) -> float:
     """CPU time of a process so far, user and system, all threads."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -42,6 +50,13 @@ async def engines() -> AsyncIterator[Server]:
 
 
 @asynccontextmanager
+async def event_publisher(blocks_per_second: float) -> AsyncIterator[Server]:
+    """The KV events of all engines, so many blocks a second stored or dropped."""
+    async with _script("bench.kv_events", str(ENDPOINTS), str(blocks_per_second)) as server:
+        yield server
+
+
+@asynccontextmanager
 async def constant_server(transport: str, engine: int) -> AsyncIterator[Server]:
     """A server that names one engine whatever is asked, on `http2` or `grpcio`."""
     async with _script("bench.constant_server", transport, f"127.0.0.1:{engine}") as server:
@@ -49,14 +64,30 @@ async def constant_server(transport: str, engine: int) -> AsyncIterator[Server]:
 
 
 @asynccontextmanager
-async def picker(engine_ports: Sequence[int], *, scrape_seconds: float) -> AsyncIterator[Server]:
-    """`picker serve` as users run it, with prefix-cache and least-request of equal weight."""
-    static = [{"name": f"pod-{port}", "address": f"127.0.0.1:{port}"} for port in engine_ports]
-    score = [{"name": name, "weight": 1} for name in ("least-request", "prefix-cache")]
+async def picker(
+    engine_ports: Sequence[int], *, scrape_seconds: float, kv_cache: KvCacheAware | None = None
+) -> AsyncIterator[Server]:
+    """`picker serve` as users run it, with prefix-cache or kvcache-aware, and least-request of equal weight.
+
+    Its ports are those of ext_proc and HTTP.
+    """
+    static: list[dict[str, Any]] = [{"name": f"pod-{port}", "address": f"127.0.0.1:{port}"} for port in engine_ports]
+    scorers = ["least-request", "prefix-cache"]
+    plugins: list[dict[str, Any]] = []
+    if kv_cache is not None:
+        scorers[1] = "kvcache-aware"
+        for endpoint, port in zip(static, kv_cache.event_ports, strict=True):
+            endpoint["kvEvents"] = {"endpoint": f"tcp://127.0.0.1:{port}"}
+        local = {"indexMode": "direct", "tokenizers": ["local"], "modelDirectory": str(kv_cache.model_directory)}
+        plugins.append({"name": "kvcache-aware", "args": local})
+    score = [{"name": name, "weight": 1} for name in scorers]
     config = {
         "listen": {"extproc": "127.0.0.1:0", "admin": "127.0.0.1:0", "http": "127.0.0.1:0", "leaveSeconds": 0},
         "endpoints": {"static": static},
-        "scheduler": {"plugins": {"Filter": {"enabled": ["least-request"]}, "Score": {"enabled": score}}},
+        "scheduler": {
+            "pluginConfig": plugins,
+            "plugins": {"Filter": {"enabled": ["least-request"]}, "Score": {"enabled": score}},
+        },
         "scrape": {"intervalSeconds": scrape_seconds},
         "log": {"format": "json"},
     }
@@ -72,7 +103,7 @@ async def picker(engine_ports: Sequence[int], *, scrape_seconds: float) -> Async
                 while "extproc" not in (line := json.loads(await process.stderr.readline())):
                     pass
             log = asyncio.create_task(process.stderr.read())
-            yield Server(process.pid, [line["extproc"]])
+            yield Server(process.pid, [line["extproc"], line["http"]])
         finally:
             await _end(process)
         await log

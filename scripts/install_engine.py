@@ -27,8 +27,8 @@ _UNWANTED = {"torch", "torchaudio", "torchvision", "torchcodec", "triton", "setu
 def requirements(wheel: Path) -> list[str]:
     """The requirements of a wheel for what every installation needs, without the unwanted."""
     with ZipFile(wheel) as archive:
-        name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-        declared = BytesParser().parsebytes(archive.read(name)).get_all("Requires-Dist", [])
+        metadata = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        declared = BytesParser().parsebytes(archive.read(metadata)).get_all("Requires-Dist", [])
     wanted = []
     for requirement in declared:
         name = re.match(r"[\w.-]+", requirement)

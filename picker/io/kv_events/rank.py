@@ -10,7 +10,6 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from math import inf
 from typing import Any
 
@@ -39,10 +38,8 @@ from picker.io.kv_events.frames import (
     parse_replay,
     replay_request,
 )
+from picker.io.kv_events.share import LoopShare
 from picker.io.kv_events.source import KvEventHandler, KvEventSource, SubscriberSettings
-
-_SLICE = 0.0005
-"""Seconds of frames that are handled before others get the loop."""
 
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _MONITORED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _FAILED
@@ -58,6 +55,7 @@ class RankSubscription:
         handler: KvEventHandler,
         settings: SubscriberSettings,
         decode: Callable[[bytes], EventBatch],
+        share: LoopShare,
     ) -> None:
         self.rank = rank
         self.endpoint = endpoint_of_rank(source.endpoint, rank)
@@ -73,6 +71,7 @@ class RankSubscription:
         self._handler = handler
         self._settings = settings
         self._decode = decode
+        self._share = share
         self._tracker = SequenceTracker(decode, replay=self.replay_endpoint is not None, limits=settings.limits)
         self._ready = False  # a new connection, whose predecessor's frames are still being read
         self._replay: AskReplay | None = None
@@ -149,13 +148,13 @@ class RankSubscription:
     async def _follow_frames(self, live: zmq.asyncio.Socket) -> None:
         while True:
             await live.poll()
-            await _read_all(live, self._take_live)
+            await _read_all(self._share, live, self._take_live)
             self._confirm_connection()
 
     async def _follow_connection(self, monitor: zmq.asyncio.Socket, live: zmq.asyncio.Socket) -> None:
         while True:
             await monitor.poll()
-            await _read_all(monitor, self._take_monitored)
+            await _read_all(self._share, monitor, self._take_monitored)
             if not int(live.get(zmq.EVENTS)) & zmq.POLLIN:
                 self._confirm_connection()
 
@@ -214,7 +213,7 @@ class RankSubscription:
                 await dealer.send_multipart(replay_request(ask.start))
                 while self._replay is ask:
                     if await dealer.poll(round(1000 * self._settings.limits.replay_idle)):
-                        await _read_all(dealer, take, lambda: self._replay is ask)
+                        await _read_all(self._share, dealer, take, lambda: self._replay is ask)
         except zmq.ZMQError:
             self.counts["replay_errors"] += 1  # the tracker waits no longer than for a reply that does not come
 
@@ -297,14 +296,22 @@ _COUNTS = (
 
 
 async def _read_all(
-    socket: zmq.asyncio.Socket, take: Callable[[Sequence[bytes]], None], wanted: Callable[[], bool] = lambda: True
+    share: LoopShare,
+    socket: zmq.asyncio.Socket,
+    take: Callable[[Sequence[bytes]], None],
+    wanted: Callable[[], bool] = lambda: True,
 ) -> None:
     """Hand over every message that is there, letting others run in between."""
     shadow: zmq.Socket[bytes] = zmq.Socket.shadow(socket.underlying)
-    until = time.perf_counter() + _SLICE
-    with suppress(zmq.Again):
-        while wanted():
-            take(shadow.recv_multipart(zmq.NOBLOCK))
-            if time.perf_counter() >= until:
-                await asyncio.sleep(0)
-                until = time.perf_counter() + _SLICE
+
+    def read_one() -> bool:
+        if not wanted():
+            return False
+        try:
+            parts = shadow.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        take(parts)
+        return True
+
+    await share.read(read_one)

@@ -12,6 +12,7 @@ import zmq.asyncio
 from picker.core.kv_events.decode import decode
 from picker.core.kv_events.events import EventBatch
 from picker.io.kv_events.rank import RankSubscription
+from picker.io.kv_events.share import LoopShare
 from picker.io.kv_events.source import KvEventHandler, KvEventSource, SubscriberSettings
 
 MAX_SOCKETS = 16_384
@@ -22,6 +23,7 @@ class KvEventSubscriber:
     """Follows one engine. `ranks` has what can be said about each of its ranks.
 
     `decode` makes a batch of a payload. An own ZMQ context is made, and ended with `run`, unless one is given.
+    Subscribers on one loop should have one `share` of it.
     """
 
     def __init__(
@@ -32,11 +34,15 @@ class KvEventSubscriber:
         settings: SubscriberSettings | None = None,
         context: zmq.asyncio.Context | None = None,
         decode: Callable[[bytes], EventBatch] = decode,
+        share: LoopShare | None = None,
     ) -> None:
         self.source = source
         self._context = context
         settings = settings or SubscriberSettings()
-        self.ranks = tuple(RankSubscription(source, rank, handler, settings, decode) for rank in range(source.ranks))
+        share = share or LoopShare()
+        self.ranks = tuple(
+            RankSubscription(source, rank, handler, settings, decode, share) for rank in range(source.ranks)
+        )
 
     async def run(self) -> None:
         """Follow the engine until cancelled; it may come and go meanwhile."""

@@ -15,6 +15,7 @@ from msgspec import Struct
 from picker.core.block_index.index import BlockIndex
 from picker.core.endpoints import Endpoint
 from picker.core.plugins.kvcache_args import KvCacheArgs
+from picker.io.kv_events.share import LoopShare
 from picker.io.kv_events.source import KvEventSource
 from picker.io.kv_events.subscriber import KvEventSubscriber, new_context
 from picker.io.kvcache.sources import EngineFeed, Followed
@@ -56,6 +57,7 @@ class DirectSources:
         self._past_events: Counter[str] = Counter()
         self._past_dropped: Counter[str] = Counter()
         self._context: zmq.asyncio.Context | None = None
+        self._share = LoopShare()
         self._stopped: set[asyncio.Task[None]] = set()
 
     @property
@@ -98,7 +100,8 @@ class DirectSources:
         feed.open(source.ranks)
         if self._context is None:
             self._context = new_context()
-        engine = _Engine(followed.generation, KvEventSubscriber(source, feed, context=self._context), feed)
+        subscriber = KvEventSubscriber(source, feed, context=self._context, share=self._share)
+        engine = _Engine(followed.generation, subscriber, feed)
         engine.task = asyncio.create_task(_keep(engine.subscriber), name=f"kv events {source.endpoint}")
         self._engines[slot] = engine
 
