@@ -133,7 +133,7 @@ def test_envoy_is_found_in_its_package():
 def test_envoy_is_found_on_the_path_where_the_package_is_missing(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "envoy", None)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(EnvoyError, match=r"pip install 'picker\[demo\]'"):
+    with pytest.raises(EnvoyError, match=r"pip install -e '\.\[demo\]'"):
         find_envoy()
     (tmp_path / "envoy").write_text("#!/bin/sh\n")
     (tmp_path / "envoy").chmod(0o755)
