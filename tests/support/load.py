@@ -59,6 +59,8 @@ async def load(
             except (OSError, EOFError, TimeoutError) as error:
                 result.answers[0] += 1
                 result.errors[tag] = repr(error)
+                if client is not None:
+                    client.abort()
                 client = None
                 continue
             result.answers[answer.status] += 1
@@ -66,6 +68,7 @@ async def load(
             if answer.status != 200:
                 result.errors[tag] = f"{answer.status} {answer.body[:200]!r}"
             if answer.headers.get("connection") == "close":
+                await client.close()
                 client = None
         if client is not None:
             await client.close()
