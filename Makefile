@@ -49,8 +49,17 @@ browser: ## Install Chromium, in which one test looks at the debug page
 	  $$run apt-get update -qq && $$run apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core >/dev/null; } \
 	  || { echo "Chromium cannot be installed here; install it, so that 'chromium' is in PATH" >&2; exit 1; }
 
+# Debian's and Ubuntu's package has it among other things; elsewhere put a promtool in PATH.
+$(BIN)/promtool: | setup
+	@found=$$(command -v promtool) && ln -s "$$found" $@ || { \
+	  run=$$([ "$$(id -u)" = 0 ] || echo "sudo -n"); folder=$$(mktemp -d); cd $$folder; \
+	  { apt-get download -qq prometheus 2>/dev/null || { $$run apt-get update -qq && apt-get download -qq prometheus; }; } && \
+	  dpkg-deb --fsys-tarfile prometheus_*.deb | tar -x ./usr/bin/promtool && mv usr/bin/promtool $(CURDIR)/$@; \
+	  status=$$?; rm -rf $$folder; exit $$status; } \
+	  || { echo "promtool cannot be had here; install Prometheus, so that 'promtool' is in PATH" >&2; exit 1; }
+
 .PHONY: test
-test: setup browser lint type ## Everything that must hold: lint, types, unit, property, wire and Envoy tests
+test: setup browser $(BIN)/promtool lint type ## Everything that must hold: lint, types, unit, property, wire and Envoy tests
 	$(BIN)/pytest -n 2 --dist loadfile
 
 ENGINE := .venv-engine
