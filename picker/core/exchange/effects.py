@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from msgspec import Struct
 
-from picker.core.exchange.events import BodyMode
+from picker.core.exchange.events import BodyMode, ProtocolConfig
 
 
 class Side(StrEnum):
@@ -21,12 +21,13 @@ class HeadersReply(Struct, frozen=True, gc=False):
     """Answers a headers message.
 
     `destination` becomes the destination header (overwriting the client's) and the same dynamic metadata; its name is
-    never in `remove_headers` too.
+    never in `remove_headers` too. `modes` asks Envoy for these body modes, which it grants where it is configured to.
     """
 
     side: Side
     remove_headers: tuple[str, ...] = ()
     destination: str | None = None
+    modes: ProtocolConfig | None = None
 
 
 class BodyReply(Struct, frozen=True, gc=False):
@@ -86,6 +87,21 @@ class Decide(Struct, frozen=True, gc=False):
     subset: tuple[str, ...] | None
 
 
+class Answered(Struct, frozen=True, gc=False):
+    """The final response headers of a routed request came. Emitted at most once, before `Finish`.
+
+    `content_type` and `content_encoding` are those of the response, b"" where it has none.
+    """
+
+    status: int | None
+    content_type: bytes = b""
+    content_encoding: bytes = b""
+
+
+class FirstChunk(Struct, frozen=True, gc=False):
+    """The response body of a routed request began. Emitted at most once, and only where Envoy sends the body."""
+
+
 class LearnedOn(StrEnum):
     """Which signal ended the request."""
 
@@ -132,4 +148,16 @@ class Arm(Struct, frozen=True, gc=False):
     seconds: float
 
 
-Effect = HeadersReply | BodyReply | StreamedBody | TrailersReply | Immediate | Decide | Finish | Report | Arm
+Effect = (
+    HeadersReply
+    | BodyReply
+    | StreamedBody
+    | TrailersReply
+    | Immediate
+    | Decide
+    | Answered
+    | FirstChunk
+    | Finish
+    | Report
+    | Arm
+)

@@ -69,6 +69,8 @@ class ResponseHeaders(Struct, frozen=True, gc=False):
     end_of_stream: bool = False
     served: str | None = None
     protocol: ProtocolConfig | None = None
+    content_type: bytes = b""
+    content_encoding: bytes = b""
 
 
 class ResponseBody(Struct, frozen=True, gc=False):

@@ -69,7 +69,8 @@ class Exchange:
     Effects are to be carried out in order; `Decide` is always the last. Neither method raises on any order of events.
     `max_body_bytes` bounds what full duplex keeps of a request body before the decision is made without the rest (until
     it is made, more may come: the caller's deadline for decisions bounds that). `assumed_request_body` is the mode where
-    Envoy does not say it; None tells it by evidence within `mode_grace_seconds`.
+    Envoy does not say it; None tells it by evidence within `mode_grace_seconds`. `wants_response_body` asks an Envoy that
+    would send no response body to send it in pieces.
     """
 
     __slots__ = (
@@ -83,6 +84,7 @@ class Exchange:
         "_mode",
         "_mode_grace_seconds",
         "_mode_guessed",
+        "_modes_wanted",
         "_owed",
         "_pending",
         "_response",
@@ -90,6 +92,7 @@ class Exchange:
         "_size",
         "_subset",
         "_trailers_seen",
+        "_wants_response_body",
         "state",
     )
 
@@ -99,16 +102,19 @@ class Exchange:
         max_body_bytes: int = 16 * 1024 * 1024,
         assumed_request_body: BodyMode | None = None,
         mode_grace_seconds: float = 0.02,
+        wants_response_body: bool = False,
     ) -> None:
         self._max_body_bytes = max_body_bytes
         self._assumed_request_body = assumed_request_body
         self._mode_grace_seconds = mode_grace_seconds
+        self._wants_response_body = wants_response_body
         self._enter(State.START)
         self._headers = _NO_HEADERS
         self._control: tuple[str, ...] = ()
         self._subset: tuple[str, ...] | None = None
         self._mode: BodyMode | None = None
         self._mode_guessed = False
+        self._modes_wanted: ProtocolConfig | None = None
         self._owed: list[Effect] = []
         self._chunks: list[bytes] = []
         self._size = 0
@@ -161,6 +167,8 @@ class Exchange:
         self._control = _control_headers(event.headers)
         self._subset = event.subset
         mode = self._agree(event.protocol)
+        if self._wants_response_body and not event.end_of_stream:
+            self._want_response_body()
         reports = _CONTROL_HEADER if self._control else _NOTHING
         if event.headers.get(":method") == b"CONNECT":
             self._fall_silent()
@@ -189,8 +197,17 @@ class Exchange:
             self._response.mode = _DUPLEX if self._mode is _DUPLEX else None
         return self._mode
 
+    def _want_response_body(self) -> None:
+        mode = self._mode
+        # In full duplex Envoy heeds no wish. Whether it does elsewhere is seen when a body comes, or none.
+        if self._response.mode is BodyMode.NONE and mode is not None and mode is not _DUPLEX:
+            self._modes_wanted = ProtocolConfig(mode, BodyMode.STREAMED)
+            self._response.mode = None
+
     def _headers_answer(self) -> Effects:
-        return (HeadersReply(Side.REQUEST, self._control) if self._control else _HEADERS,)
+        if self._control or self._modes_wanted:
+            return (HeadersReply(Side.REQUEST, self._control, modes=self._modes_wanted),)
+        return (_HEADERS,)
 
     def _headers_while_withheld(self, _event: RequestHeaders) -> Effects:
         return _UNEXPECTED
@@ -256,7 +273,7 @@ class Exchange:
         control = self._control
         if DESTINATION in control:
             control = tuple(name for name in control if name != DESTINATION)
-        return HeadersReply(Side.REQUEST, control, destination)
+        return HeadersReply(Side.REQUEST, control, destination, self._modes_wanted)
 
     def _owe_body(self, event: RequestBody) -> Effects:
         if self._mode is not _DUPLEX:

@@ -6,9 +6,11 @@ from typing import Final
 
 from picker.core.exchange.effects import (
     Anomaly,
+    Answered,
     BodyReply,
     Effect,
     Finish,
+    FirstChunk,
     HeadersReply,
     LearnedOn,
     Report,
@@ -25,6 +27,7 @@ Effects = tuple[Effect, ...]
 
 _HEADERS: Final[Effects] = (HeadersReply(Side.RESPONSE),)
 _BODY: Final[Effects] = (BodyReply(Side.RESPONSE),)
+_FIRST_CHUNK: Final[Effects] = (FirstChunk(),)
 _TRAILERS: Final[Effects] = (TrailersReply(Side.RESPONSE),)
 _UNEXPECTED: Final[Effects] = (Report(Anomaly.UNEXPECTED_MESSAGE),)
 _DUPLICATE: Final[Effects] = (Report(Anomaly.DUPLICATE_END_OF_STREAM),)
@@ -49,12 +52,13 @@ def informational(status: int | None) -> bool:
 class ResponseHalf:
     """What is known of the response. `mode` is None where Envoy does not say it, `routed` once a `Finish` is due."""
 
-    __slots__ = ("_over", "_served", "_started", "_status", "mode", "routed")
+    __slots__ = ("_body_began", "_over", "_served", "_started", "_status", "mode", "routed")
 
     def __init__(self) -> None:
         self.mode: BodyMode | None = None
         self.routed = False
         self._started = False
+        self._body_began = False
         self._over = False
         self._status: int | None = None
         self._served: str | None = None
@@ -69,10 +73,13 @@ class ResponseHalf:
             return _UNEXPECTED + _HEADERS
         self._started = True
         self._status = event.status
+        effects = _HEADERS
+        if self.routed:
+            effects += (Answered(event.status, event.content_type, event.content_encoding),)
         if event.end_of_stream:
             self._over = True
-            return _HEADERS + self.finish(LearnedOn.RESPONSE_BODY)
-        return _HEADERS
+            return effects + self.finish(LearnedOn.RESPONSE_BODY)
+        return effects
 
     def body(self, event: ResponseBody) -> Effects:
         """Answer a piece of the body in the shape of the mode."""
@@ -85,6 +92,10 @@ class ResponseHalf:
             effects = _UNEXPECTED + _BODY
         else:
             effects = _BODY
+        if event.data and not self._body_began:
+            self._body_began = True
+            if self.routed:
+                effects += _FIRST_CHUNK
         if event.end_of_stream:
             self._over = True
             return effects + self.finish(LearnedOn.RESPONSE_BODY)

@@ -60,7 +60,15 @@ def decode(data: bytes) -> Event:
         return RequestHeaders(fields, headers.end_of_stream, _subset(message), protocol)
     if kind == "response_headers":
         headers = message.response_headers
-        return ResponseHeaders(_status(headers), headers.end_of_stream, _served(message), protocol)
+        fields = {header.key: header.raw_value or header.value.encode() for header in headers.headers.headers}
+        return ResponseHeaders(
+            _status(fields.get(":status", b"")),
+            headers.end_of_stream,
+            _served(message),
+            protocol,
+            fields.get("content-type", b""),
+            fields.get("content-encoding", b""),
+        )
     if kind == "request_trailers":
         return RequestTrailers(protocol)
     if kind == "response_trailers":
@@ -118,6 +126,8 @@ def _mutation(reply: HeadersReply | BodyReply | TrailersReply) -> bytes:
     if reply.destination is not None:
         _set(answer.response.header_mutation, ((DESTINATION, reply.destination.encode()),))
         _steer(message, reply.destination)
+    if isinstance(reply, HeadersReply) and reply.modes is not None:
+        _override(message.mode_override, reply.modes)
     return message.SerializeToString()
 
 
@@ -128,6 +138,13 @@ def _steer(message: pb.ProcessingResponse, destination: str | None) -> None:
         fields[DESTINATION].string_value = destination
 
 
+def _override(override: pb.ProcessingMode, modes: ProtocolConfig) -> None:
+    """Name all modes: those that are left out would be none. Trailers stay unsent, their default."""
+    override.request_header_mode = override.response_header_mode = pb.HeaderSendMode.SEND
+    override.request_body_mode = pb.BodySendMode.ValueType(modes.request_body)
+    override.response_body_mode = pb.BodySendMode.ValueType(modes.response_body)
+
+
 def _set(mutation: pb.HeaderMutation, headers: tuple[tuple[str, bytes], ...]) -> None:
     for name, value in headers:
         option = mutation.set_headers.add()
@@ -135,12 +152,8 @@ def _set(mutation: pb.HeaderMutation, headers: tuple[tuple[str, bytes], ...]) ->
         option.header.key, option.header.raw_value = name, value
 
 
-def _status(message: pb.HttpHeaders) -> int | None:
-    for header in message.headers.headers:
-        if header.key == ":status":
-            value = header.raw_value or header.value.encode()
-            return int(value) if len(value) == 3 and value.isdigit() else None
-    return None
+def _status(value: bytes) -> int | None:
+    return int(value) if len(value) == 3 and value.isdigit() else None
 
 
 def _protocol(message: pb.ProcessingRequest) -> ProtocolConfig | None:

@@ -231,11 +231,25 @@ class EnvoyAndExchange(RuleBasedStateMachine):
         outcome=st.sampled_from([Routed(PICK), Routed(PICK), Refused(429, b"busy", (("retry-after", b"1"),), "full")]),
         max_body=st.sampled_from([20, 100_000, 1 << 24]),
         flags=st.tuples(st.booleans(), st.booleans(), st.booleans()),
+        wants_response_body=st.booleans(),
+        grants_modes=st.booleans(),
         control=st.sets(st.sampled_from(sorted(CLIENT_FORBIDDEN))),
         bodyless=st.sampled_from([True, False, False, False]),
     )
     def client_sends_headers(
-        self, *, request_mode, response_mode, knowledge, immediate, outcome, max_body, flags, control, bodyless
+        self,
+        *,
+        request_mode,
+        response_mode,
+        knowledge,
+        immediate,
+        outcome,
+        max_body,
+        flags,
+        wants_response_body,
+        grants_modes,
+        control,
+        bodyless,
     ):
         if knowledge != "announced" and (request_mode is DUPLEX) != (response_mode is DUPLEX):
             response_mode = DUPLEX if request_mode is DUPLEX else BodyMode.NONE
@@ -243,13 +257,27 @@ class EnvoyAndExchange(RuleBasedStateMachine):
             response_mode = BodyMode.NONE  # nothing could tell the exchange otherwise
         protocol = ProtocolConfig(request_mode, response_mode) if knowledge == "announced" else None
         self.exchange = Exchange(
-            max_body_bytes=max_body, assumed_request_body=request_mode if knowledge == "assumed" else None
+            max_body_bytes=max_body,
+            assumed_request_body=request_mode if knowledge == "assumed" else None,
+            wants_response_body=wants_response_body,
+        )
+        self.grants_modes = grants_modes
+        self.body_must_be_wanted = (
+            wants_response_body
+            and knowledge == "announced"
+            and not bodyless
+            and request_mode is not DUPLEX
+            and response_mode is BodyMode.NONE
         )
         self.evidence_only = knowledge == "evidence"
         self.immediate, self.outcome, self.max_body = immediate, outcome, max_body
         self.headers = {":path": b"/v1/completions", **dict.fromkeys(control, b"6.6.6.6:1")}
         self.decides: list[effects.Decide] = []
         self.finishes: list[effects.Finish] = []
+        self.answered: list[int | None] = []
+        self.first_chunks = 0
+        self.body_came = False
+        self.body_wanted = False
         self.destinations: list[str] = []
         self.refusals = 0
         self.timer = self.pending = self.decided = self.local_reply = self.over = self.stream_open = False
@@ -295,6 +323,8 @@ class EnvoyAndExchange(RuleBasedStateMachine):
         self.working = True
         while self.inbox:
             message = self.inbox.pop(0)
+            if isinstance(message, events.ResponseBody) and message.data:
+                self.body_came = True
             answers = self.exchange.receive(message)
             if self.over:
                 assert all(type(answer) is effects.Finish for answer in answers), "nothing is answered any more"
@@ -316,6 +346,8 @@ class EnvoyAndExchange(RuleBasedStateMachine):
                     assert DESTINATION not in answer.remove_headers or destination is None
                     for name in answer.remove_headers:
                         self.headers.pop(name, None)
+                    if answer.modes is not None:
+                        self.change_modes(answer.modes)
                 half.headers_answered()
             elif isinstance(answer, effects.BodyReply):
                 half.body_answered()
@@ -334,10 +366,24 @@ class EnvoyAndExchange(RuleBasedStateMachine):
                 self.check_decide(answer)
                 if self.immediate:
                     self.decide()
+            elif isinstance(answer, effects.Answered):
+                assert not self.finishes
+                self.answered.append(answer.status)
+            elif isinstance(answer, effects.FirstChunk):
+                assert not self.finishes
+                self.first_chunks += 1
             elif isinstance(answer, effects.Finish):
                 self.finishes.append(answer)
             elif isinstance(answer, effects.Arm):
                 self.timer = True
+
+    def change_modes(self, modes):
+        """All body modes are replaced, so those of the request have to be repeated; full duplex hears no wish."""
+        self.body_wanted = True
+        assert modes.request_body is self.request.mode
+        assert self.request.mode is not DUPLEX
+        if self.grants_modes:
+            self.response.mode = modes.response_body
 
     def decide(self):
         self.pending = False
@@ -512,6 +558,13 @@ class EnvoyAndExchange(RuleBasedStateMachine):
             served = status is not None and 200 <= status < 300 and not self.too_late
             assert self.finishes[0].success is served
             assert self.finishes[0].status == status
+            heard = self.response.started and not self.too_late
+            assert self.answered == ([status] if heard else [])
+            assert self.first_chunks == (1 if self.body_came and heard else 0)
+            if self.body_must_be_wanted and heard and self.response.mode is BodyMode.NONE:
+                assert self.body_wanted
+        else:
+            assert (self.answered, self.first_chunks) == ([], 0)
 
 
 TestEnvoyAndExchange = EnvoyAndExchange.TestCase

@@ -4,11 +4,13 @@ import pytest
 
 from picker.core.exchange.effects import (
     Anomaly,
+    Answered,
     Arm,
     BodyReply,
     BodyState,
     Decide,
     Finish,
+    FirstChunk,
     HeadersReply,
     Immediate,
     LearnedOn,
@@ -374,15 +376,16 @@ def test_the_stream_may_end_while_deciding():
 @pytest.mark.parametrize("mode", [STREAMED, BUFFERED, PARTIAL])
 def test_response_bodies_outside_duplex_are_answered_one_for_one(mode):
     exchange = routed(response=mode)
-    assert exchange.receive(ResponseHeaders(200)) == (HeadersReply(Side.RESPONSE),)
-    assert exchange.receive(ResponseBody(b"data: 1")) == (BodyReply(Side.RESPONSE),)
+    assert exchange.receive(ResponseHeaders(200))[0] == HeadersReply(Side.RESPONSE)
+    assert exchange.receive(ResponseBody(b"data: 1"))[0] == BodyReply(Side.RESPONSE)
+    assert exchange.receive(ResponseBody(b"data: 2")) == (BodyReply(Side.RESPONSE),)
     assert exchange.receive(ResponseTrailers())[0] == TrailersReply(Side.RESPONSE)
 
 
 def test_duplex_response_bodies_are_echoed_at_once_in_pieces():
     exchange = routed(response=DUPLEX)
     exchange.receive(ResponseHeaders(200))
-    assert exchange.receive(ResponseBody(b"data: 1")) == (StreamedBody(Side.RESPONSE, b"data: 1", end_of_stream=False),)
+    assert exchange.receive(ResponseBody(b"data: 1"))[0] == StreamedBody(Side.RESPONSE, b"data: 1", end_of_stream=False)
     pieces = exchange.receive(ResponseBody(bytes(62_001)))
     assert [len(piece.data) for piece in pieces] == [62_000, 1]
     last, finish = exchange.receive(ResponseBody(b"", end_of_stream=True))
@@ -394,7 +397,7 @@ def test_duplex_response_bodies_are_echoed_at_once_in_pieces():
 def test_a_response_body_that_mode_none_should_not_send_is_answered_and_reported():
     exchange = routed(response=NONE)
     exchange.receive(ResponseHeaders(200))
-    assert exchange.receive(ResponseBody(b"x")) == (Report(Anomaly.UNEXPECTED_MESSAGE), BodyReply(Side.RESPONSE))
+    assert exchange.receive(ResponseBody(b"x"))[:2] == (Report(Anomaly.UNEXPECTED_MESSAGE), BodyReply(Side.RESPONSE))
 
 
 def test_http1_engines_send_no_trailers_so_the_end_of_the_stream_teaches():
@@ -419,8 +422,61 @@ def test_a_response_without_body_ends_with_its_headers():
     exchange = routed()
     assert exchange.receive(ResponseHeaders(204, end_of_stream=True)) == (
         HeadersReply(Side.RESPONSE),
+        Answered(204),
         Finish(success=True, learned_on=LearnedOn.RESPONSE_BODY, status=204, served=None),
     )
+
+
+def test_a_routed_request_tells_once_that_it_is_answered_and_that_its_body_began():
+    exchange = routed(response=DUPLEX)
+    assert exchange.receive(ResponseHeaders(103)) == (HeadersReply(Side.RESPONSE),)
+    headers = ResponseHeaders(200, content_type=b"text/event-stream", content_encoding=b"gzip")
+    assert exchange.receive(headers) == (
+        HeadersReply(Side.RESPONSE),
+        Answered(200, b"text/event-stream", b"gzip"),
+    )
+    assert exchange.receive(ResponseBody(b"")) == ()
+    assert FirstChunk() in exchange.receive(ResponseBody(b"data: 1"))
+    assert FirstChunk() not in exchange.receive(ResponseBody(b"data: 2"))
+
+
+def test_what_envoy_answers_itself_is_no_answer_of_an_endpoint():
+    exchange, _ = opened(BUFFERED, BUFFERED)
+    exchange.receive(RequestBody(b"{}", end_of_stream=True))
+    exchange.receive(ResponseHeaders(504))
+    assert exchange.decided(Routed(POD))[-1].success is False
+    assert exchange.receive(ResponseBody(b"timeout", end_of_stream=True)) == (BodyReply(Side.RESPONSE),)
+
+
+@pytest.mark.parametrize("mode", [BUFFERED, PARTIAL])
+def test_the_response_body_is_asked_for_with_the_headers_because_envoy_hears_it_nowhere_else(mode):
+    exchange, effects = opened(mode, NONE, wants_response_body=True)
+    assert effects == (request_headers_reply(modes=ProtocolConfig(mode, STREAMED)),)
+    exchange.receive(RequestBody(b"{}", end_of_stream=True))
+    assert exchange.decided(Routed(POD)) == (BodyReply(Side.REQUEST, destination=POD),)
+    exchange.receive(ResponseHeaders(200))
+    assert exchange.receive(ResponseBody(b"data: 1")) == (BodyReply(Side.RESPONSE), FirstChunk())
+
+
+@pytest.mark.parametrize("mode", [NONE, STREAMED])
+def test_the_response_body_is_asked_for_with_the_destination_where_headers_decide(mode):
+    exchange, _ = opened(mode, NONE, wants_response_body=True)
+    asked = ProtocolConfig(mode, STREAMED)
+    assert exchange.decided(Routed(POD)) == (request_headers_reply(destination=POD, modes=asked),)
+
+
+@pytest.mark.parametrize(
+    ("mode", "response", "end"),
+    [(DUPLEX, NONE, False), (DUPLEX, DUPLEX, False), (BUFFERED, STREAMED, False), (BUFFERED, NONE, True)],
+)
+def test_the_response_body_is_not_asked_for_in_full_duplex_or_where_it_comes_or_the_request_has_none(
+    mode, response, end
+):
+    exchange, effects = opened(mode, response, end=end, wants_response_body=True)
+    if not end:
+        effects += exchange.receive(RequestBody(b"{}", end_of_stream=True))
+    answers = (*effects, *exchange.decided(Routed(POD)))
+    assert all(answer.modes is None for answer in answers if isinstance(answer, HeadersReply))
 
 
 @pytest.mark.parametrize("status", [None, 101, 199, 300, 404, 500])
@@ -460,7 +516,7 @@ def test_a_body_before_the_headers_answer_proves_full_duplex():
     assert exchange.receive(TimerFired()) == ()
     assert exchange.decided(Routed(POD))[1] == StreamedBody(Side.REQUEST, b"ab", end_of_stream=True)
     exchange.receive(ResponseHeaders(200))
-    assert exchange.receive(ResponseBody(b"x")) == (StreamedBody(Side.RESPONSE, b"x", end_of_stream=False),)
+    assert exchange.receive(ResponseBody(b"x"))[0] == StreamedBody(Side.RESPONSE, b"x", end_of_stream=False)
 
 
 @pytest.mark.parametrize(("end", "state"), [(True, BodyState.COMPLETE), (False, BodyState.TRUNCATED)])
@@ -472,7 +528,7 @@ def test_silence_means_that_envoy_waits_for_the_headers_answer(end, state):
     assert exchange.receive(RequestBody(b"ab", end_of_stream=end)) == (Decide(HEADERS, b"ab", state, BUFFERED, None),)
     assert exchange.decided(Routed(POD)) == (BodyReply(Side.REQUEST, destination=POD),)
     exchange.receive(ResponseHeaders(200))
-    assert exchange.receive(ResponseBody(b"x")) == (BodyReply(Side.RESPONSE),)
+    assert exchange.receive(ResponseBody(b"x"))[0] == BodyReply(Side.RESPONSE)
 
 
 def test_the_configured_mode_needs_no_evidence():
