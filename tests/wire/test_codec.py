@@ -192,6 +192,16 @@ def test_destination_is_an_overwriting_header_and_the_same_metadata(kind, addres
     assert fields["x-gateway-destination-endpoint"].string_value == fallback
 
 
+def test_modes_that_are_asked_for_are_all_named_as_envoy_replaces_them_all():
+    modes = ProtocolConfig(BodyMode.BUFFERED, BodyMode.STREAMED)
+    override = read(HeadersReply(Side.REQUEST, modes=modes)).mode_override
+    assert override is not None
+    assert override.request_body_mode is ProcessingModeBodySendMode.BUFFERED
+    assert override.response_body_mode is ProcessingModeBodySendMode.STREAMED
+    assert (override.request_header_mode.name, override.response_header_mode.name) == ("SEND", "SEND")
+    assert (override.request_trailer_mode.name, override.response_trailer_mode.name) == ("DEFAULT", "DEFAULT")
+
+
 @given(st.sampled_from(list(Side)), st.binary(max_size=500), st.booleans())
 def test_streamed_body(side, data, end_of_stream):
     message = read(StreamedBody(side, data, end_of_stream))

@@ -127,7 +127,7 @@ def _mutation(reply: HeadersReply | BodyReply | TrailersReply) -> bytes:
         _set(answer.response.header_mutation, ((DESTINATION, reply.destination.encode()),))
         _steer(message, reply.destination)
     if isinstance(reply, HeadersReply) and reply.modes is not None:
-        _override(message.mode_override, reply.modes)
+        message.mode_override.CopyFrom(_override(reply.modes))
     return message.SerializeToString()
 
 
@@ -138,11 +138,14 @@ def _steer(message: pb.ProcessingResponse, destination: str | None) -> None:
         fields[DESTINATION].string_value = destination
 
 
-def _override(override: pb.ProcessingMode, modes: ProtocolConfig) -> None:
-    """Name all modes: those that are left out would be none. Trailers stay unsent, their default."""
-    override.request_header_mode = override.response_header_mode = pb.HeaderSendMode.SEND
-    override.request_body_mode = pb.BodySendMode.ValueType(modes.request_body)
-    override.response_body_mode = pb.BodySendMode.ValueType(modes.response_body)
+def _override(modes: ProtocolConfig) -> pb.ProcessingMode:
+    """All of the modes, for those that are left out would be none. Trailers stay unsent, their default."""
+    return pb.ProcessingMode(
+        request_header_mode=pb.HeaderSendMode.SEND,
+        response_header_mode=pb.HeaderSendMode.SEND,
+        request_body_mode=modes.request_body.name,
+        response_body_mode=modes.response_body.name,
+    )
 
 
 def _set(mutation: pb.HeaderMutation, headers: tuple[tuple[str, bytes], ...]) -> None:
