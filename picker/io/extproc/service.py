@@ -14,10 +14,12 @@ from msgspec import Struct
 from picker.core.director import Director, Ticket
 from picker.core.exchange.effects import (
     Anomaly,
+    Answered,
     Arm,
     Decide,
     Effect,
     Finish,
+    FirstChunk,
     Report,
 )
 from picker.core.exchange.events import BodyMode, RequestBody, StreamEnded, TimerFired
@@ -186,7 +188,7 @@ class ExtProcStream:
                 self._service.telemetry.anomaly(effect.anomaly, "")  # type: ignore[union-attr]
             elif kind is Arm:
                 self._timer = asyncio.get_running_loop().call_later(effect.seconds, self._timer_fired)  # type: ignore[union-attr]
-            else:
+            elif kind is not Answered and kind is not FirstChunk:
                 send(encode(effect))  # type: ignore[arg-type]
 
     def _timer_fired(self) -> None:
