@@ -43,6 +43,11 @@ class Endpoint(Struct, frozen=True):
     runtime: str = ""
     """"host:port" of its sidecar."""
     kv_events: KvEvents = KvEvents()
+    """Those of data-parallel rank 0."""
+    rank: int = 0
+    """Which data-parallel rank it is of those that share its host and name."""
+    started_at: float | None = None
+    """When its container started, in Unix seconds, where discovery knows it."""
 
     @property
     def host(self) -> str:
