@@ -1,0 +1,1 @@
+"""What the Kubernetes API says, and what that makes of endpoints. No sockets, no clock."""
