@@ -315,6 +315,14 @@ def test_where_events_are(own, args, endpoint_of, replay, topic):
     assert (source.endpoint, source.replay_endpoint, source.topic) == (endpoint_of, replay, topic)
 
 
+def test_ranks_that_are_endpoints_of_their_own_publish_at_the_ports_after():
+    args = KvCacheArgs(zmq_replay_port=6000)
+    source = event_source(Endpoint("a", "10.0.0.1:8003", rank=3), args)
+    assert (source.endpoint, source.replay_endpoint) == ("tcp://10.0.0.1:5560", "tcp://10.0.0.1:6003")
+    named = Endpoint("a", "10.0.0.1:8003", kv_events=KvEvents("tcp://h:7", "tcp://h:18"), rank=3)
+    assert (event_source(named, args).endpoint, event_source(named, args).replay_endpoint) == ("tcp://h:10", "tcp://h:21")
+
+
 def test_where_events_are_over_ipv6():
     assert event_source(Endpoint("a", "[fd00::1]:8000"), KvCacheArgs()).endpoint == "tcp://[fd00::1]:5557"
 

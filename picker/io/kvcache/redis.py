@@ -78,7 +78,9 @@ class RedisOwners:
         """Learn when engines started, and let picks be visible to the next decisions."""
         now = time.time()
         for name, candidate in self._owners.items():
-            started = self._table.started_at[candidate.slot]
+            slot = candidate.slot
+            starts = (self._table.started_at[slot], self._table.endpoints[slot].started_at)
+            started = max((start for start in starts if start is not None), default=None)
             if started != candidate.started_at:
                 self._owners[name] = replace(candidate, started_at=started)
             self._producer.index.open(candidate.slot, "", now, block_size=self._producer.block_size)
