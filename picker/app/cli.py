@@ -33,6 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # gRPC's own lines of C++ would stand between those of the log; what matters comes as exceptions.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if given and given[0].startswith("-") and given[0] not in {"-h", "--help", "--version"}:
+        given.insert(0, "serve")  # the flags of an endpoint picker, whose image has no commands
     chosen = next((word for word in given if not word.startswith("-")), None)
     for name, (module, summary) in _COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")

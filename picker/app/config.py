@@ -8,7 +8,9 @@ and what to do, everything at once.
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -17,6 +19,8 @@ from msgspec import Struct
 from picker.app import config_scheduler
 from picker.app.certificates import certificate_source
 from picker.app.config_settings import Config, Listen, Predict, Scrape, StaticEndpoints, TlsMode
+from picker.app.migration.mapped import Mapped
+from picker.app.migration.reading import in_our_shape
 from picker.core.plugins.registry import SchedulerSpec
 from picker.core.strict import ConfigError, Findings, Problem, child, decode
 from picker.io import strict_yaml
@@ -37,11 +41,6 @@ __all__ = [
 
 MOST_BYTES = 1024 * 1024
 
-_OF_KTHENA = {
-    "auth": "remove it: authentication is Envoy's, and only `scheduler` of Kthena's configuration is read here",
-    "sessionSticky": "remove it: sessions are not pinned, and only `scheduler` of Kthena's configuration is read here",
-}
-
 
 class Loaded(Struct, frozen=True):
     """A configuration without errors, what it means for the scheduler, and what is odd about it."""
@@ -49,17 +48,22 @@ class Loaded(Struct, frozen=True):
     config: Config
     spec: SchedulerSpec
     warnings: tuple[str, ...] = ()
+    mapped: tuple[Mapped, ...] = ()
+    """What became of the parts of another router's configuration."""
 
 
-def load(document: str | bytes) -> Loaded:
-    """Read a configuration. Raises ConfigError with all problems found."""
+def load(document: str | bytes, overrides: Mapping[str, Any] = MappingProxyType({})) -> Loaded:
+    """Read a configuration, the picker's own or another router's. Raises ConfigError with all problems found.
+
+    `overrides` are settings in the shape of the configuration that go before it.
+    """
     data = strict_yaml.parse(document, most_bytes=MOST_BYTES)
     if data is None:
         raise ConfigError([Problem("", "is empty; write {} for the defaults")])
     findings = Findings()
+    data, mapped = in_our_shape(data, findings)
     if isinstance(data, dict):
-        for key in _OF_KTHENA.keys() & data.keys():
-            findings.add(key, "unknown key", data.pop(key), _OF_KTHENA[key])
+        data = _overridden(data, overrides)
     config = decode(Config, data, "", findings)
     findings.check()
     _check_listen(config.listen, findings)
@@ -73,18 +77,29 @@ def load(document: str | bytes) -> Loaded:
             findings.warn("endpoints", "there are none, so every request is refused; add some under static")
     findings.check()
     settled = msgspec.structs.replace(config, scheduler=scheduler, endpoints=endpoints)
-    return Loaded(settled, spec, tuple(findings.warnings))
+    return Loaded(settled, spec, tuple(findings.warnings), mapped)
 
 
-def load_file(path: str | Path) -> Loaded:
+def load_file(path: str | Path, overrides: Mapping[str, Any] = MappingProxyType({})) -> Loaded:
     """Read a configuration file. Raises ConfigError also when it, or a file of its certificate, cannot be used."""
     try:
-        loaded = load(read_file(Path(path), MOST_BYTES))
+        loaded = load(read_file(Path(path), MOST_BYTES), overrides)
     except FileError as error:
         raise ConfigError([Problem("", str(error), remedy="name the configuration file with -c")]) from None
     # Not in load: a certificate needs a restart, so a reload must not fail for one that is just being renewed.
     certificate_source(loaded.config.listen.tls)
     return loaded
+
+
+def _overridden(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The data with the overrides in it. Endpoints come from one place: those of the data go."""
+    merged = dict(data)
+    for key, value in overrides.items():
+        below = merged.get(key)
+        merged[key] = _overridden(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    if "endpoints" in overrides:
+        merged["endpoints"] = overrides["endpoints"]
+    return merged
 
 
 def effective(config: Config) -> dict[str, Any]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import msgspec
 import structlog
@@ -17,14 +20,21 @@ logger = structlog.get_logger(__name__)
 
 
 class ConfigFile(WatchedFile[Loaded]):
-    """The file that the configuration `started` came from. A bad change is refused and the configuration stays.
+    """The file that the configuration `started` came from, with `overrides` that go before it. A bad change is refused and the configuration stays.
 
     What only a restart puts in force stays as `started` has it. Changes of it are named in the log, each time until the
     restart, and in `needs_restart`.
     """
 
-    def __init__(self, path: Path, started: Config, *, poll_seconds: float = 1.0) -> None:
-        super().__init__(path, load, most_bytes=MOST_BYTES, poll_seconds=poll_seconds)
+    def __init__(
+        self,
+        path: Path,
+        started: Config,
+        *,
+        overrides: Mapping[str, Any] = MappingProxyType({}),
+        poll_seconds: float = 1.0,
+    ) -> None:
+        super().__init__(path, partial(load, overrides=overrides), most_bytes=MOST_BYTES, poll_seconds=poll_seconds)
         self.needs_restart: list[str] = []
         self._started = started
         self._current = started

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import random
 import signal
 import sys
@@ -18,8 +19,9 @@ import structlog
 import uvloop
 from aiohttp import web
 
+from picker.app import flags
 from picker.app.certificates import certificate_source
-from picker.app.config import Config, ConfigError, Loaded, effective, load_file
+from picker.app.config import Config, ConfigError, Loaded, effective
 from picker.app.config_settings import FileEndpoints, Transport
 from picker.app.kvcache import KvCachePart, PredictError
 from picker.app.reload import ConfigFile
@@ -45,22 +47,22 @@ _STARTING = "starting"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `picker serve`."""
-    parser.add_argument("-c", "--config", metavar="FILE", required=True, help="the configuration file")
+    flags.add_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT. Returns 2 for a bad configuration, 1 when a port cannot be had."""
-    path = Path(options.config)
     try:
-        loaded = load_file(path)
+        given = flags.read(options, os.environ)
+        loaded = flags.load(given)
     except ConfigError as error:
-        print(f"{path}:\n{error}", file=sys.stderr)
+        print(f"{options.config or 'the command line'}:\n{error}", file=sys.stderr)
         return 2
     configure_logging(str(loaded.config.log.level), str(loaded.config.log.format))  # type: ignore[arg-type]
-    for warning in loaded.warnings:
+    for warning in (*given.warnings, *loaded.warnings):
         logger.warning("The configuration is odd", warning=warning)
     try:
-        uvloop.run(_serve(loaded, path))
+        uvloop.run(_serve(loaded, given))
     except PortError as error:
         logger.error("The picker cannot start", error=str(error))  # noqa: TRY400
         return 1
@@ -70,12 +72,12 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-async def _serve(loaded: Loaded, path: Path) -> None:
+async def _serve(loaded: Loaded, given: flags.Flags) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    picker = Picker(loaded, path)
+    picker = Picker(loaded, given)
     await picker.start()
     await stop.wait()
     await picker.stop()
@@ -88,11 +90,11 @@ class PortError(Exception):
 class Picker:
     """One running picker. `ports` has the ports of `extproc`, `admin` and `http` once it is started."""
 
-    def __init__(self, loaded: Loaded, path: Path) -> None:
+    def __init__(self, loaded: Loaded, given: flags.Flags) -> None:
         config = loaded.config
         self.ports: dict[str, int] = {}
         self._config = config
-        self._file = ConfigFile(path, config)
+        self._file = ConfigFile(given.path, config, overrides=given.overrides) if given.path else None
         self._health = HealthState()
         self._not_ready: str | None = _STARTING
         self._endpoint_file: EndpointFile | None = None
@@ -132,7 +134,8 @@ class Picker:
         metrics.transport = self._server.counters
         metrics.scrape_outcomes = self._scraper.outcomes
         metrics.discovery_outcomes = self._discovery_outcomes
-        metrics.reload_outcomes = lambda: {"ok": self._file.reloads, **self._file.refused}
+        if file := self._file:
+            metrics.reload_outcomes = lambda: {"ok": file.reloads, **file.refused}
 
     async def start(self) -> None:
         """Listen and begin to work. PortError if a port cannot be had."""
@@ -152,7 +155,8 @@ class Picker:
             self.ports["predict"] = self._kv_cache.port
         self._discover(config)
         self._scrape(config)
-        self._watching = self._keep("config_file", partial(self._file.run, self._reload))
+        if self._file:
+            self._watching = self._keep("config_file", partial(self._file.run, self._reload))
         logger.info("The picker is up", **self.ports, endpoints=len(self._director.table))
 
     async def stop(self) -> None:
@@ -220,7 +224,7 @@ class Picker:
 
     def _in_force(self) -> dict[str, Any]:
         """The configuration in force, and the settings whose changes wait for a restart, if there are any."""
-        waiting = self._file.needs_restart
+        waiting = self._file.needs_restart if self._file else []
         return {**effective(self._config), **({"needs_restart": waiting} if waiting else {})}
 
     def _discovery_outcomes(self) -> Mapping[str, int]:

@@ -19,6 +19,7 @@ from picker.app.config_settings import AssumedBody, FileEndpoints
 from picker.core.exchange.events import BodyMode
 from picker.core.plugins.least_request import LeastRequestArgs
 from picker.core.plugins.prefix_cache import PrefixCacheArgs
+from picker.core.plugins.token_cost import TokenCostArgs
 from picker.core.plugins.registry import build_scheduler
 
 KTHENA = Path(__file__).parents[1] / "data/config/kthena.yaml"
@@ -91,7 +92,6 @@ def test_check_refuses_with_path_value_and_remedy(picker_check, document: str, p
 def test_all_problems_are_said_at_once():
     found = problems("""
         auth: {issuer: x}
-        sessionSticky: {backend: memory}
         listen: {extproc: "localhost:9002", transport: http, drainSeconds: .nan}
         exchange: {fallbacks: true, retryAfterSeconds: 1.5}
         scrape: {intervalSeconds: "0.2", timeoutSeconds: 0, path: metrics}
@@ -103,8 +103,7 @@ def test_all_problems_are_said_at_once():
             Score: {enabled: [{name: lora-affinity, weight: 1}, {name: gpu-usage}, least-latency]}
     """)
     starts = [
-        'auth: {"issuer": "x"}: unknown key; remove it',
-        'sessionSticky: {"backend": "memory"}: unknown key; remove it',
+        'auth.issuer: "x": would not be obeyed',
         'listen.extproc: "localhost:9002": is not an IP address; host names need discovery: write ip:port',
         'listen.transport: "http": is none of http2, grpcio; did you mean "http2"?',
         "listen.drainSeconds: NaN: is not finite; write a plain number",
@@ -231,13 +230,38 @@ def test_everything_has_a_default(document: str):
     loaded = load(document)
     assert loaded.config.listen.extproc == "0.0.0.0:9002"
     assert loaded.config.exchange.assume_request_body.body_mode is None
-    assert loaded.spec.filters == ("least-request",)
-    assert loaded.spec.scorers == (("least-request", 1.0), ("prefix-cache", 2))
-    assert loaded.spec.args == {
-        "least-request": LeastRequestArgs(10),
-        "prefix-cache": PrefixCacheArgs(64, 128, 50_000, 5),
-    }
+    assert loaded.spec.filters == ("endpoint-health",)
+    assert loaded.spec.scorers == (("token-cost", 1.0),)
+    assert loaded.spec.producers == ("prefix-cache",)
+    assert loaded.spec.args["token-cost"] == TokenCostArgs(2.0, 200.0, 8192.0)
+    whole = loaded.spec.args["prefix-cache"]
+    assert isinstance(whole, PrefixCacheArgs)
+    assert whole.blockSizeToHash * whole.maxBlocksToMatch > loaded.config.exchange.max_body_bytes
     assert loaded.warnings == ("endpoints: there are none, so every request is refused; add some under static",)
+
+
+def test_kthenas_profile_is_what_its_router_does_without_a_configuration():
+    loaded = load(ADDRESS + "scheduler: {profile: kthena}")
+    assert loaded.spec.filters == ("least-request",)
+    assert loaded.spec.scorers == (("least-request", 1.0), ("least-latency", 1.0), ("prefix-cache", 1.0))
+    assert loaded.spec.producers == ()
+    assert loaded.spec.args["least-request"] == LeastRequestArgs(10)
+    assert loaded.spec.args["prefix-cache"] == PrefixCacheArgs(64, 128, 50_000, 5)
+
+
+def test_what_a_profile_lists_can_be_replaced_one_by_one():
+    loaded = load(ADDRESS + "scheduler: {profile: kthena, plugins: {Score: {enabled: [{name: gpu-usage, weight: 2}]}}}")
+    assert loaded.spec.filters == ("least-request",)
+    assert loaded.spec.scorers == (("gpu-usage", 2.0),)
+
+
+def test_token_cost_goes_by_the_producers_that_have_arguments():
+    loaded = load(ADDRESS + "scheduler: {pluginConfig: [{name: kvcache-aware, args: {indexMode: direct}}]}")
+    assert loaded.spec.scorers == (("token-cost", 1.0),)
+    assert set(loaded.spec.producers) == {"kvcache-aware", "prefix-cache"}
+    scheduler, _ = build_scheduler(loaded.spec, None, lambda _model, _blocks: None)
+    assert [producer.name for producer in scheduler.producers] == ["kvcache-aware", "prefix-cache"]
+    assert scheduler.counts_work
 
 
 def test_router_configuration_of_kthena_pastes_in():
@@ -300,8 +324,8 @@ def test_odd_scorers_are_warned_about(scores: str, scorers: list[str], warning: 
 
 def test_disabled_has_no_effect_and_that_is_said():
     disabled = "[{name: least-request, weight: 1}, kvcache-aware]"
-    loaded = load(ADDRESS + f"scheduler: {{plugins: {{Score: {{disabled: {disabled}}}}}}}")
-    assert [name for name, _ in loaded.spec.scorers] == ["least-request", "prefix-cache"]
+    loaded = load(ADDRESS + f"scheduler: {{profile: kthena, plugins: {{Score: {{disabled: {disabled}}}}}}}")
+    assert [name for name, _ in loaded.spec.scorers] == ["least-request", "least-latency", "prefix-cache"]
     (warning,) = loaded.warnings
     assert warning.startswith('scheduler.plugins.Score.disabled: does not disable "least-request"')
 

@@ -1,0 +1,300 @@
+"""llm-d's and the Gateway API Inference Extension's `EndpointPickerConfig`, put into the picker's own shape.
+
+Strict as there: unknown keys, references and plugins are errors. What is served differently here is a warning, and
+what would send requests to the wrong endpoints is refused with what to do instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from msgspec import Struct
+
+from picker.app.migration.endpoint_picker_plugins import APPROXIMATE, PLUGINS, Parameter, Role, Theirs
+from picker.app.migration.mapped import Mapped
+from picker.core.strict import Findings, child, decode, suggest
+
+KIND = "EndpointPickerConfig"
+_API_VERSIONS = (
+    "inference.networking.x-k8s.io/v1alpha1",
+    "config.apix.gateway-api-inference-extension.sigs.k8s.io/v1alpha1",
+    "llm-d.ai/v1alpha1",
+    "llm-d.ai/v1",
+)
+_PRECISE = ("precise-prefix-cache-producer", "precise-prefix-cache-scorer")
+_APPROXIMATE = "approx-prefix-cache-producer"
+_SESSION = "session-prefix-cache-producer"
+_UNCHECKED: Mapping[str, str] = {
+    "dataLayer": "endpoints and their metrics are read as `endpoints` and `scrape` say",
+    "requestHandler": "requests are told apart by their path",
+    "parser": "requests are told apart by their path",
+    "engineConfigs": "which engine a pod runs is told by its label",
+}
+_WITHOUT_QUEUES: Mapping[str, str] = {
+    "flowControl": "requests are not held back here: they queue in the engines",
+    "saturationDetector": "requests are refused with 429 only where a filter finds every endpoint saturated",
+}
+_GATES = ("flowControl", "haPopulateNonLeaderDatastore", "dataLayer", "prepareDataPlugins", "enableLegacyMetrics")
+_DEFAULT_WEIGHT = 1.0
+# What the approximate cache there covers: 64 tokens of four bytes in a block, 131,072 tokens, and every endpoint rated.
+_APPROXIMATE_DEFAULTS = {
+    "blockSizeToHash": 256,
+    "maxBlocksToMatch": 2048,
+    "maxHashCacheSize": 31_250,
+    "topKMatches": 1024,
+}
+_LEAST_BLOCK_TOKENS = 64
+
+
+class _Plugin(Struct, frozen=True):
+    type: str
+    name: str = ""
+    parameters: Mapping[str, Any] = {}
+
+
+class _Reference(Struct, frozen=True, rename="camel"):
+    plugin_ref: str
+    weight: float = _DEFAULT_WEIGHT
+
+
+class _Profile(Struct, frozen=True):
+    name: str
+    plugins: tuple[_Reference, ...] = ()
+
+
+class _Config(Struct, frozen=True, rename="camel"):
+    api_version: str
+    kind: str
+    plugins: tuple[_Plugin, ...] = ()
+    scheduling_profiles: tuple[_Profile, ...] = ()
+    feature_gates: tuple[str, ...] = ()
+    data_layer: Mapping[str, Any] = {}
+    request_handler: Mapping[str, Any] = {}
+    parser: Mapping[str, Any] = {}
+    engine_configs: Any = None
+    flow_control: Mapping[str, Any] = {}
+    saturation_detector: Mapping[str, Any] = {}
+
+
+def translate(data: Mapping[str, Any], findings: Findings) -> tuple[dict[str, Any], tuple[Mapped, ...]]:
+    """The same in the picker's shape, and what became of each part; `findings` has what is wrong or different."""
+    config: _Config | None = decode(_Config, data, "", findings)
+    if config is None:
+        return {}, ()
+    if config.api_version not in _API_VERSIONS:
+        findings.add("apiVersion", "is not known", config.api_version, suggest(config.api_version, _API_VERSIONS))
+    return _Translation(config, findings).run(data)
+
+
+class _Translation:
+    """One configuration on its way."""
+
+    def __init__(self, config: _Config, findings: Findings) -> None:
+        self._config = config
+        self._findings = findings
+        self._plugins: dict[str, tuple[str, _Plugin]] = {}
+        """By the name that references use: where it stands, and the plugin."""
+        self._filters: list[str] = []
+        self._scorers: dict[str, float] = {}
+        self._arguments: dict[str, dict[str, Any]] = {}
+        self._exchange: dict[str, Any] = {}
+        self._mapped: list[Mapped] = []
+
+    def run(self, data: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Mapped, ...]]:
+        self._declare()
+        used: set[str] = set()
+        for path, reference in self._references():
+            used.add(reference.plugin_ref)
+            known = self._plugins.get(reference.plugin_ref)
+            if known is None:
+                remedy = suggest(reference.plugin_ref, self._plugins)
+                self._findings.add(child(path, "pluginRef"), "is not under plugins", reference.plugin_ref, remedy)
+            else:
+                self._use(*known, reference.weight, path)
+        self._say_what_is_left(used)
+        self._say_sections(data)
+        if self._findings.problems:
+            return {}, ()
+        scheduler = {
+            "pluginConfig": [{"name": name, "args": args} for name, args in self._arguments.items()],
+            "plugins": {
+                "Filter": {"enabled": self._filters},
+                "Score": {"enabled": [{"name": name, "weight": weight} for name, weight in self._scorers.items()]},
+            },
+        }
+        return {"scheduler": scheduler, "exchange": self._exchange}, tuple(self._mapped)
+
+    def _declare(self) -> None:
+        for index, plugin in enumerate(self._config.plugins):
+            path = child("plugins", index)
+            name = plugin.name or plugin.type
+            if plugin.type not in PLUGINS:
+                remedy = suggest(plugin.type, PLUGINS)
+                self._findings.add(child(path, "type"), "is a plugin that is not known here", plugin.type, remedy)
+                continue
+            if name in self._plugins:
+                self._findings.add(path, "has the name of another plugin", name, "give it a name of its own")
+            self._plugins[name] = (path, plugin)
+            theirs = PLUGINS[plugin.type]
+            if theirs.role is Role.REFUSED:
+                self._findings.add(child(path, "type"), "is not supported", plugin.type, theirs.remark)
+
+    def _references(self) -> Iterator[tuple[str, _Reference]]:
+        """The plugins of the profile; as there, all of them where there is no profile."""
+        profiles = self._config.scheduling_profiles
+        if len(profiles) > 1:
+            names = [profile.name for profile in profiles]
+            self._findings.add(
+                "schedulingProfiles", "has more than one profile", names, PLUGINS["prefill-filter"].remark
+            )
+        if not profiles:
+            for name, (path, _) in self._plugins.items():
+                yield path, _Reference(name)
+        for index, reference in enumerate(profiles[0].plugins if profiles else ()):
+            yield child(child(child("schedulingProfiles", 0), "plugins"), index), reference
+
+    def _use(self, where: str, plugin: _Plugin, weight: float, path: str) -> None:
+        theirs = PLUGINS[plugin.type]
+        match theirs.role:
+            case Role.SCORER:
+                self._score(plugin.type, theirs.ours, weight, path, theirs.remark)
+                self._arguments.update(self._take(theirs, plugin, child(where, "parameters")))
+            case Role.FILTER:
+                self._filters.append(theirs.ours)
+                self._mapped.append(Mapped(plugin.type, f"{theirs.ours}, a filter", theirs.remark))
+                self._arguments.update(self._take(theirs, plugin, child(where, "parameters")))
+            case Role.PREFIX:
+                self._prefix(plugin, weight, path, child(where, "parameters"))
+            case Role.IGNORED:
+                self._findings.warn(path, f"{plugin.type} has no effect: {theirs.remark}")
+                self._mapped.append(Mapped(plugin.type, "", theirs.remark))
+            case Role.BUILT_IN:
+                self._mapped.append(Mapped(plugin.type, "", theirs.remark or "built in"))
+                self._pick_more(plugin, child(where, "parameters"))
+            case Role.REFUSED:
+                pass
+
+    def _score(self, type_: str, ours: str, weight: float, path: str, remark: str = "") -> None:
+        if weight < 0:
+            self._findings.add(child(path, "weight"), "must be at least 0", weight, "negative weights prefer the worst")
+        elif weight == 0:
+            self._mapped.append(Mapped(f"{type_}, weight 0", "", "weighs nothing"))
+        elif ours in self._scorers:
+            self._findings.add(path, f"{ours} is what stands for another scorer already", type_, "keep one of them")
+        else:
+            self._scorers[ours] = weight
+            self._mapped.append(Mapped(f"{type_}, weight {weight:g}", f"{ours}, weight {weight:g}", remark))
+
+    def _take(self, theirs: Theirs, plugin: _Plugin, path: str) -> dict[str, dict[str, Any]]:
+        arguments = self._arguments_of(theirs.parameters, plugin.parameters, path)
+        return {theirs.ours: arguments} if arguments else {}
+
+    def _arguments_of(self, known: Mapping[str, Parameter], given: Mapping[str, Any], path: str) -> dict[str, Any]:
+        arguments: dict[str, Any] = {}
+        for key, value in given.items():
+            parameter = known.get(key)
+            if parameter is None:
+                self._findings.add(child(path, key), "unknown parameter", value, suggest(key, known))
+            elif not parameter.ours:
+                self._mapped.append(Mapped(child(path, key), "", "has no counterpart"))
+            elif type(value) is int:
+                arguments[parameter.ours] = value * parameter.scale
+            else:
+                arguments[parameter.ours] = value
+        return arguments
+
+    def _prefix(self, scorer: _Plugin, weight: float, path: str, parameters: str) -> None:
+        """A scorer of cached prefixes becomes the plugin that knows them."""
+        name = scorer.parameters.get("prefixMatchInfoProducerName", "")
+        where, producer = (
+            self._plugins.get(name, (parameters, scorer)) if isinstance(name, str) else (parameters, scorer)
+        )
+        if name and producer is scorer:
+            self._findings.add(child(parameters, "prefixMatchInfoProducerName"), "is not under plugins", name)
+        if producer.type in _PRECISE or scorer.parameters.get("mode") == "cache_tracking":
+            self._precise(scorer, producer, weight, path, where)
+            return
+        if producer.type == _SESSION:
+            self._score(scorer.type, _SESSION, weight, path, "the part of the conversation that an endpoint holds")
+            return
+        given: dict[str, Any] = {}
+        for _, plugin in self._plugins.values():
+            if plugin.type == _APPROXIMATE:
+                given |= plugin.parameters
+        given |= scorer.parameters
+        arguments = _APPROXIMATE_DEFAULTS | self._arguments_of(APPROXIMATE, given, parameters)
+        arguments["blockSizeToHash"] = _whole_blocks(given, arguments["blockSizeToHash"])
+        tokens = given.get("maxPrefixTokensToMatch")
+        if type(tokens) is int and type(arguments["blockSizeToHash"]) is int and "maxPrefixBlocksToMatch" not in given:
+            arguments["maxBlocksToMatch"] = max(1, 4 * tokens // arguments["blockSizeToHash"])
+        self._score(scorer.type, "prefix-cache", weight, path, "matches bytes, four a token")
+        self._arguments["prefix-cache"] = arguments
+
+    def _precise(self, scorer: _Plugin, producer: _Plugin, weight: float, path: str, where: str) -> None:
+        given = producer.parameters
+        events = _section(given, "kvEventsConfig")
+        discovery = _section(events, "podDiscoveryConfig")
+        if events.get("zmqEndpoint"):
+            self._findings.add(
+                child(child(where, "kvEventsConfig"), "zmqEndpoint"),
+                "has engines connect to the endpoint picker, and here the picker connects to them",
+                events["zmqEndpoint"],
+                'remove it, and have engines publish at "tcp://*:5557"',
+            )
+        replay = discovery.get("replaySocketPort")
+        arguments = {
+            "indexMode": "direct",
+            "zmqReplay": bool(replay),
+            **({"zmqPort": discovery["socketPort"]} if "socketPort" in discovery else {}),
+            **({"zmqReplayPort": replay} if replay else {}),
+            **({"topic": events["topicFilter"]} if "topicFilter" in events else {}),
+        }
+        remark = "follows the engines' own KV events; their block size and hash seed need not be told"
+        self._score(scorer.type, "kvcache-aware", weight, path, remark)
+        self._arguments["kvcache-aware"] = arguments
+
+    def _pick_more(self, plugin: _Plugin, path: str) -> None:
+        """How many endpoints a picker names becomes how many fallbacks follow the first."""
+        if not plugin.type.endswith("-picker") or "maxNumOfEndpoints" not in plugin.parameters:
+            return
+        most = plugin.parameters["maxNumOfEndpoints"]
+        if type(most) is not int or most < 1:
+            self._findings.add(child(path, "maxNumOfEndpoints"), "is not a number of endpoints", most, "give 1 or more")
+            return
+        self._exchange["fallbacks"] = most - 1
+        self._mapped.append(Mapped("maxNumOfEndpoints", f"exchange.fallbacks: {most - 1}"))
+
+    def _say_what_is_left(self, used: set[str]) -> None:
+        for name, (_, plugin) in self._plugins.items():
+            theirs = PLUGINS[plugin.type]
+            if name not in used and theirs.role is not Role.REFUSED:
+                built_in = theirs.role is Role.BUILT_IN
+                self._mapped.append(Mapped(name, "", theirs.remark or "built in" if built_in else "in no profile"))
+
+    def _say_sections(self, data: Mapping[str, Any]) -> None:
+        for key, why in _UNCHECKED.items():
+            if key in data:
+                self._mapped.append(Mapped(key, "", why))
+        for key, why in _WITHOUT_QUEUES.items():
+            if key in data:
+                self._findings.warn(key, f"has no effect: {why}")
+                self._mapped.append(Mapped(key, "", why))
+        for index, gate in enumerate(self._config.feature_gates):
+            name, _, state = gate.partition("=")
+            path = child("featureGates", index)
+            if name not in _GATES:
+                self._findings.add(path, "is a feature that is not known here", gate, suggest(name, _GATES))
+            elif name == "flowControl" and state != "false" and name not in data:
+                self._findings.warn(path, f"has no effect: {_WITHOUT_QUEUES[name]}")
+            self._mapped.append(Mapped(f"featureGates: {gate}", "", "has no counterpart"))
+
+
+def _whole_blocks(given: Mapping[str, Any], size: Any) -> Any:
+    """Blocks have at least 64 tokens there, whatever is asked for."""
+    return max(size, 4 * _LEAST_BLOCK_TOKENS) if "blockSizeTokens" in given and type(size) is int else size
+
+
+def _section(data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    section = data.get(key)
+    return section if isinstance(section, dict) else {}

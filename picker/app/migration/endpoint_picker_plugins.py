@@ -1,0 +1,195 @@
+"""The plugins of the endpoint pickers of llm-d and the Gateway API Inference Extension, and what stands for each here.
+
+Names, parameters and defaults: their documentation and sources, autumn 2026. Scores are 0 .. 1 there and 0 .. 100 here,
+so that weights keep their meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+
+from msgspec import Struct
+
+
+class Role(Enum):
+    """What becomes of a plugin."""
+
+    SCORER = "scorer"
+    FILTER = "filter"
+    PREFIX = "prefix"
+    """A scorer of cached prefixes, by whichever producer knows them."""
+    BUILT_IN = "built in"
+    """The picker does it without being told."""
+    IGNORED = "ignored"
+    """What it does is not done here, and requests are served nevertheless."""
+    REFUSED = "refused"
+    """Without it requests would go where they must not."""
+
+
+class Parameter(Struct, frozen=True):
+    """A parameter and the argument it becomes: `value * scale`. Without `ours` it has no effect here."""
+
+    ours: str = ""
+    scale: int = 1
+
+
+class Theirs(Struct, frozen=True):
+    """A plugin of theirs."""
+
+    role: Role
+    ours: str = ""
+    """The plugin here, for scorers and filters."""
+    remark: str = ""
+    """What is different; for a refused one what to do instead."""
+    parameters: Mapping[str, Parameter] = {}
+
+
+_BUILT_IN = Theirs(Role.BUILT_IN)
+_PARSER = Theirs(Role.BUILT_IN, remark="requests are told apart by their path")
+_NO_ROLES = "pods that only prefill are not told apart: keep them out of the pool"
+_DISAGGREGATED = "prefill and decode are not separated here: keep one profile, with single-profile-handler"
+_NO_ADMISSION = "no request is turned away by priority; all are when every endpoint is saturated"
+
+PLUGINS: Mapping[str, Theirs] = {
+    # scorers
+    "queue-scorer": Theirs(Role.SCORER, "queue"),
+    "kv-cache-utilization-scorer": Theirs(Role.SCORER, "kv-cache-utilization"),
+    "running-requests-size-scorer": Theirs(
+        Role.SCORER, "active-request", "counts the requests that this picker has in flight, which are never stale"
+    ),
+    "active-request-scorer": Theirs(
+        Role.SCORER,
+        "active-request",
+        parameters={
+            "idleThreshold": Parameter("idleThreshold"),
+            "maxBusyScore": Parameter("maxBusyScore"),
+            "requestTimeout": Parameter(),
+        },
+    ),
+    "token-load-scorer": Theirs(
+        Role.SCORER, "token-load", parameters={"queueThresholdTokens": Parameter("queueThresholdTokens")}
+    ),
+    "load-aware-scorer": Theirs(Role.SCORER, "load-aware", parameters={"threshold": Parameter("threshold")}),
+    "no-hit-lru-scorer": Theirs(
+        Role.SCORER,
+        "no-hit-lru",
+        parameters={"lruSize": Parameter("lruSize"), "prefixPluginName": Parameter(), "prefixPluginType": Parameter()},
+    ),
+    "lora-affinity-scorer": Theirs(
+        Role.FILTER, "lora-affinity", "a filter here: a request goes only where its adapter is served"
+    ),
+    "prefix-cache-scorer": Theirs(Role.PREFIX),
+    "precise-prefix-cache-scorer": Theirs(Role.PREFIX),
+    "session-affinity-scorer": Theirs(
+        Role.IGNORED, remark="conversations stay where their prefix is cached; no header or cookie pins them"
+    ),
+    # filters
+    "prefix-cache-affinity-filter": Theirs(
+        Role.FILTER,
+        "prefix-cache-affinity-filter",
+        parameters={
+            "affinityThreshold": Parameter("affinityThreshold"),
+            "explorationProbability": Parameter("explorationProbability"),
+            "maxTTFTPenaltyMs": Parameter("maxTTFTPenaltyMs"),
+            "peakPrefillThroughput": Parameter("peakPrefillThroughput"),
+            "ttftSource": Parameter(),
+            "prefixMatchInfoProducerName": Parameter(),
+        },
+    ),
+    "decode-filter": Theirs(Role.BUILT_IN, remark=_NO_ROLES),
+    "session-affinity-filter": Theirs(
+        Role.IGNORED, remark="conversations stay where their prefix is cached; no header or cookie pins them"
+    ),
+    "header-based-testing-filter": Theirs(Role.IGNORED, remark="no header of a client names an endpoint"),
+    **dict.fromkeys(
+        ("label-selector-filter", "by-label", "by-label-selector", "endpoint-attribute-filter", "utilization-filter"),
+        Theirs(Role.REFUSED, remark="narrow the pool's selector, or endpoints.kubernetes.selector"),
+    ),
+    **dict.fromkeys(("prefill-filter", "encode-filter"), Theirs(Role.REFUSED, remark=_DISAGGREGATED)),
+    # pickers
+    "max-score-picker": Theirs(Role.BUILT_IN, remark="the highest sum wins"),
+    **dict.fromkeys(
+        ("weighted-random-picker", "random-picker"),
+        Theirs(Role.IGNORED, remark="the highest sum wins, by chance only among equals"),
+    ),
+    # profile handlers
+    "single-profile-handler": _BUILT_IN,
+    "data-parallel-profile-handler": Theirs(Role.BUILT_IN, remark="each port of a pod is an endpoint of its own"),
+    **dict.fromkeys(
+        (
+            "disagg-profile-handler",
+            "pd-profile-handler",
+            "disagg-headers-handler",
+            "prefill-header-handler",
+            "prefix-based-pd-decider",
+            "always-disagg-pd-decider",
+            "always-disagg-multimodal-decider",
+            "header-profile-handler",
+        ),
+        Theirs(Role.REFUSED, remark=_DISAGGREGATED),
+    ),
+    # producers and data sources
+    **dict.fromkeys(
+        (
+            "approx-prefix-cache-producer",
+            "precise-prefix-cache-producer",
+            "session-prefix-cache-producer",
+            "session-id-producer",
+            "inflight-load-producer",
+            "metrics-data-source",
+            "core-metrics-extractor",
+            "models-data-source",
+            "model-server-protocol-models",
+            "models-extractor",
+            "endpoint-notification-source",
+            "k8s-notification-source",
+            "destination-endpoint-served-verifier",
+        ),
+        _BUILT_IN,
+    ),
+    **dict.fromkeys(
+        ("token-producer", "tokenizer"),
+        Theirs(Role.BUILT_IN, remark="engines tokenize; kvcache-aware's modelDirectory would do it here, and faster"),
+    ),
+    # parsers
+    **dict.fromkeys(("openai-parser", "anthropic-parser", "passthrough-parser"), _PARSER),
+    **dict.fromkeys(
+        ("vllmhttp-parser", "sglanghttp-parser", "vertexai-parser", "vllmgrpc-parser"),
+        Theirs(Role.IGNORED, remark="requests of these protocols are routed by load"),
+    ),
+    # saturation, admission, fairness
+    **dict.fromkeys(
+        (
+            "utilization-detector",
+            "concurrency-detector",
+            "probabilistic-admitter",
+            "global-strict-fairness-policy",
+            "round-robin-fairness-policy",
+            "fcfs-ordering-policy",
+            "edf-ordering-policy",
+            "static-usage-limit-policy",
+            "eviction-sheddable-filter",
+        ),
+        Theirs(Role.IGNORED, remark=_NO_ADMISSION),
+    ),
+    **dict.fromkeys(
+        ("predicted-latency-producer", "latency-scorer", "latency-slo-admitter", "slo-headroom-tier-filter"),
+        Theirs(Role.REFUSED, remark="there is no latency predictor; score by token-cost in the picker's configuration"),
+    ),
+}
+"""Every plugin that is known, by its type."""
+
+APPROXIMATE: Mapping[str, Parameter] = {
+    "hashBlockSize": Parameter("blockSizeToHash"),
+    "blockSize": Parameter("blockSizeToHash"),
+    "blockSizeTokens": Parameter("blockSizeToHash", 4),
+    "maxPrefixBlocksToMatch": Parameter("maxBlocksToMatch"),
+    "maxPrefixTokensToMatch": Parameter(),
+    "lruCapacityPerServer": Parameter("maxHashCacheSize"),
+    "autoTune": Parameter(),
+    "prefixMatchInfoProducerName": Parameter(),
+    "matchLengthWeight": Parameter(),
+    "matchLengthScaleTokens": Parameter(),
+}
+"""Parameters of the approximate prefix cache, which counts four bytes a token."""
