@@ -258,7 +258,7 @@ def read(options: Namespace, environment: Mapping[str, str]) -> Flags:
     tls = _tls(values, findings)
     if tls is not None:
         overrides.setdefault("listen", {})["tls"] = tls
-    if options.config is None and options.config_text is None and endpoints is None:
+    if options.config is None and options.config_text is None and not _names_endpoints(options):
         remedy = "name the configuration file, or an InferencePool with --pool-name"
         findings.add("--config", "is missing, so that there are no endpoints", remedy=remedy)
     findings.check()
@@ -283,6 +283,10 @@ def _add(group: Any, name: str, boolean: bool, text: str) -> None:
 
 def _destination(name: str) -> str:
     return "flag_" + name.replace("-", "_")
+
+
+def _names_endpoints(options: Namespace) -> bool:
+    return _given(options, "pool-name") is not None or _given(options, "endpoint-selector") is not None
 
 
 def _given(options: Namespace, name: str) -> str | None:
