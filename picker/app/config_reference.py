@@ -8,7 +8,7 @@ import json
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
 
 import msgspec
@@ -50,7 +50,7 @@ def _rows(kind: type[Struct], path: str) -> Iterator[_Row]:
     for field in msgspec.structs.fields(kind):
         here = child(path, field.encode_name)
         nested = list(_structs(field.type))
-        listed = get_origin(field.type) is tuple
+        listed = tuple in (get_origin(field.type), *map(get_origin, get_args(field.type)))
         if not nested or listed:
             yield here, _type(field.type), _default(field), meanings.get(field.name, "")
         for inner in nested:
@@ -67,6 +67,8 @@ def _structs(kind: Any) -> Iterator[type[Struct]]:
 
 
 def _type(kind: Any) -> str:
+    if get_origin(kind) is UnionType:
+        kind = next(one for one in get_args(kind) if one is not NoneType)
     if kind is Struct:
         return "mapping"
     if get_origin(kind) is tuple:
@@ -94,6 +96,8 @@ def _default(field: FieldInfo) -> str:
     if field.required:
         return "required"
     value = field.default if field.default is not NODEFAULT else field.default_factory()
+    if value is None:
+        return "of the profile"
     return f"`{json.dumps(msgspec.to_builtins(value))}`"
 
 

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from picker.core.plugins.args import NoArgs
+from picker.core.plugins.profiles import PROFILES, Profile, ProfileName
 from picker.core.plugins.registry import PLUGINS, SchedulerSpec
 from picker.core.strict import Findings, child, decode, suggest
 
@@ -63,16 +64,11 @@ class WeightedPlugin(Struct, frozen=True):
     """How much its scores, 0..100, count. Greater than 0; only the ratios matter."""
 
 
-DEFAULT_FILTERS = ("least-request",)
-DEFAULT_SCORERS = (WeightedPlugin("least-request", 1.0), WeightedPlugin("prefix-cache", 2.0))
-"""What an empty `scheduler` means. A cached prefix outweighs load, so that a busy holder is not copied at once."""
-
-
 class FilterPlugins(Struct, frozen=True):
     """Plugins that remove endpoints before scoring."""
 
-    enabled: tuple[Annotated[str, Meta(extra={"read": _filter})], ...] = DEFAULT_FILTERS
-    """Names of plugins that filter, in their order."""
+    enabled: tuple[Annotated[str, Meta(extra={"read": _filter})], ...] | None = None
+    """Names of plugins that filter, in their order. Without it, those of the profile."""
     disabled: tuple[_Disabled, ...] = ()
     """Has no effect, as in Kthena."""
 
@@ -80,8 +76,8 @@ class FilterPlugins(Struct, frozen=True):
 class ScorePlugins(Struct, frozen=True):
     """Plugins that rate the endpoints that are left."""
 
-    enabled: tuple[WeightedPlugin, ...] = DEFAULT_SCORERS
-    """Plugins that score, each with its `name` and `weight`."""
+    enabled: tuple[WeightedPlugin, ...] | None = None
+    """Plugins that score, each with its `name` and `weight`. Without it, those of the profile."""
     disabled: tuple[_Disabled, ...] = ()
     """Has no effect, as in Kthena."""
 
@@ -127,6 +123,8 @@ class PluginConfig(Struct, frozen=True):
 class SchedulerConfig(Struct, frozen=True, rename="camel"):
     """How an endpoint is chosen."""
 
+    profile: ProfileName = ProfileName.TOKEN_COST
+    """Which plugins are used where `plugins` does not say it, and with which arguments."""
     plugin_config: tuple[PluginConfig, ...] = ()
     """Arguments of plugins, each entry with a `name` and `args`."""
     plugins: Plugins = Plugins()
@@ -135,8 +133,12 @@ class SchedulerConfig(Struct, frozen=True, rename="camel"):
 
 def settle(config: SchedulerConfig, path: str, findings: Findings) -> tuple[SchedulerConfig, SchedulerSpec]:
     """Look at the section as a whole, and make explicit what it leaves to defaults."""
+    profile = PROFILES[config.profile]
     plugins, enabled = child(path, "plugins"), config.plugins.score.enabled
-    filters, scorers = config.plugins.filter.enabled, [entry.name for entry in enabled]
+    if enabled is None:
+        enabled = tuple(WeightedPlugin(name, weight) for name, weight in profile.scorers)
+    filters = profile.filters if config.plugins.filter.enabled is None else config.plugins.filter.enabled
+    scorers = [entry.name for entry in enabled]
     score = child(child(plugins, "Score"), "enabled")
     _refuse_twice(filters, child(child(plugins, "Filter"), "enabled"), findings)
     _refuse_twice(scorers, score, findings)
@@ -160,14 +162,27 @@ def settle(config: SchedulerConfig, path: str, findings: Findings) -> tuple[Sche
         if entry.name in by_name:
             findings.warn(child(child(path, "pluginConfig"), index), f'replaces an earlier entry of "{entry.name}"')
         by_name[entry.name] = entry
-    for name in (*filters, *(entry.name for entry in enabled)):
-        by_name.setdefault(name, PluginConfig(name, PLUGINS[name].args()))
+    producers = _producers(scorers, by_name, profile)
+    for name in (*filters, *scorers, *producers):
+        by_name.setdefault(name, PluginConfig(name, profile.args.get(name) or PLUGINS[name].args()))
     settled = SchedulerConfig(
+        config.profile,
         tuple(by_name.values()),
-        Plugins(config.plugins.filter, msgspec.structs.replace(config.plugins.score, enabled=enabled)),
+        Plugins(
+            msgspec.structs.replace(config.plugins.filter, enabled=filters),
+            msgspec.structs.replace(config.plugins.score, enabled=enabled),
+        ),
     )
     weights = tuple((entry.name, entry.weight) for entry in enabled)
-    return settled, SchedulerSpec(filters, weights, {name: entry.args for name, entry in by_name.items()})
+    return settled, SchedulerSpec(filters, weights, {name: entry.args for name, entry in by_name.items()}, producers)
+
+
+def _producers(scorers: Iterable[str], configured: Iterable[str], profile: Profile) -> tuple[str, ...]:
+    """What tells `token-cost` who holds what: producers with arguments of their own, and those of its profile."""
+    if not any(PLUGINS[name].counts_work for name in scorers):
+        return ()
+    asked = (name for name in configured if PLUGINS[name].producer)
+    return tuple(dict.fromkeys((*asked, *profile.producers)))
 
 
 def _in_force(args: Struct, path: str, findings: Findings) -> Struct:

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 from msgspec import Struct
 
-Slots = np.ndarray[Any, np.dtype[np.intp]]
-Floats = np.ndarray[Any, np.dtype[np.float64]]
-Integers = np.ndarray[Any, np.dtype[np.int64]]
-Flags = np.ndarray[Any, np.dtype[np.bool_]]
+from picker.core.arrays import Flags, Floats, Integers, Slots
+from picker.core.endpoint_health import EndpointHealth
+
+__all__ = ["Endpoint", "EndpointTable", "EngineMetrics", "Flags", "Floats", "Integers", "KvEvents", "Slots", "slots_of"]
 
 
 class KvEvents(Struct, frozen=True, rename="camel"):
@@ -70,8 +69,8 @@ class EngineMetrics(Struct, frozen=True):
 
     `waiting` and `running` are requests, `kv_usage` is 0..1, `ttft` and `tpot` are the mean seconds to the first
     and to each further token since the scrape before (0 when there was no traffic yet), `models` are the names the
-    engine serves, adapters included, `bases` those of its base model, and `started_at` is when its process started, in
-    Unix seconds.
+    engine serves, adapters included, `bases` those of its base model, `started_at` is when its process started, in
+    Unix seconds, and `cache_tokens` how many tokens its KV cache has room for.
     """
 
     waiting: float | None = None
@@ -82,13 +81,16 @@ class EngineMetrics(Struct, frozen=True):
     models: frozenset[str] | None = None
     bases: tuple[str, ...] | None = None
     started_at: float | None = None
+    cache_tokens: float | None = None
 
 
 class EndpointTable:
     """All endpoints with their load, as arrays indexed by slot.
 
-    Load arrays hold NaN for what is unknown: never scraped, or not for `stale_seconds`. Only `in_flight` is our
-    own count, and always known.
+    Load arrays hold NaN for what is unknown: never scraped, or not for `stale_seconds`. `in_flight` and `queued_tokens`
+    are our own counts, and always known: requests that have not ended, and the uncached prompt tokens of those whose
+    prefill is not over. `prefill_rate`, in tokens per second, is what we observed of it, and NaN until we did.
+    `cache_tokens` is the size of an engine's KV cache.
     """
 
     def __init__(self, *, stale_seconds: float = 2.0) -> None:
@@ -100,12 +102,16 @@ class EndpointTable:
         self.bases: list[tuple[str, ...] | None] = []
         self.started_at: list[float | None] = []
         self.in_flight: Integers = np.zeros(0, np.int64)
+        self.queued_tokens: Floats = np.zeros(0)
+        self.prefill_rate: Floats = np.zeros(0)
+        self.cache_tokens: Floats = np.zeros(0)
         self.waiting: Floats = np.zeros(0)
         self.running: Floats = np.zeros(0)
         self.kv_usage: Floats = np.zeros(0)
         self.ttft: Floats = np.zeros(0)
         self.tpot: Floats = np.zeros(0)
         self.observed_at: Floats = np.zeros(0)
+        self.health = EndpointHealth()
         self._most_waiting: float | None = None
         self.slots: Slots = np.zeros(0, np.intp)
         self.mask = 0
@@ -180,6 +186,8 @@ class EndpointTable:
             self.models[slot] = metrics.models
             self.bases[slot] = metrics.bases
         self.started_at[slot] = metrics.started_at
+        if metrics.cache_tokens:
+            self.cache_tokens[slot] = min(metrics.cache_tokens, _SENSELESS)
         self.observed_at[slot] = now
 
     def expire(self, now: float) -> int:
@@ -214,6 +222,9 @@ class EndpointTable:
     def _clear(self, slot: int) -> None:
         self.models[slot] = self.bases[slot] = self.started_at[slot] = None
         self.in_flight[slot] = 0
+        self.queued_tokens[slot] = 0.0
+        self.health.clear(slot)
+        self.prefill_rate[slot] = self.cache_tokens[slot] = np.nan
         self.observed_at[slot] = -np.inf
         for array in (self.waiting, self.running, self.kv_usage, self.ttft, self.tpot):
             array[slot] = np.nan
@@ -223,7 +234,9 @@ class EndpointTable:
             return
         more = max(8, len(self.in_flight))
         self.in_flight = np.concatenate((self.in_flight, np.zeros(more, np.int64)))
-        for name in ("waiting", "running", "kv_usage", "ttft", "tpot", "observed_at"):
+        self.queued_tokens = np.concatenate((self.queued_tokens, np.zeros(more)))
+        self.health.grow(len(self.in_flight))
+        for name in ("waiting", "running", "kv_usage", "ttft", "tpot", "observed_at", "prefill_rate", "cache_tokens"):
             setattr(self, name, np.concatenate((getattr(self, name), np.full(more, np.nan))))
 
 

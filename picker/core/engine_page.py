@@ -6,6 +6,7 @@ Metric names: vLLM 0.9 to 0.33 and SGLang, as their releases expose them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 
 from msgspec import Struct
@@ -41,6 +42,10 @@ NAMES: Mapping[str, MetricNames] = {
 }
 
 _STARTED = (b"process_start_time_seconds",)
+_CACHE_CONFIG = b"\nvllm:cache_config_info{"
+_CACHE_TOKENS = re.compile(rb'[{,]kv_cache_size_tokens="([0-9]{1,12})"')
+_BLOCK_SIZE = re.compile(rb'[{,]block_size="([0-9]{1,9})"')
+_BLOCKS = re.compile(rb'[{,]num_gpu_blocks="([0-9]{1,9})"')
 
 
 class PageReader:
@@ -71,6 +76,7 @@ class PageReader:
             ttft=self._ttft.mean,
             tpot=self._tpot.mean,
             started_at=started,
+            cache_tokens=_cache_tokens(page),
         )
         return metrics, restarted
 
@@ -99,6 +105,22 @@ class _Mean:
             self.mean = 0.0
         self._sum, self._count = total, count
         return fell
+
+
+def _cache_tokens(page: bytes) -> float | None:
+    """Tokens that an engine's KV caches have room for: vLLM gives blocks and their size as labels, SGLang the tokens."""
+    tokens = 0.0
+    start = 0
+    while (start := page.find(_CACHE_CONFIG, start)) >= 0:
+        end = page.find(b"\n", start + 1)
+        line = page[start : end if end >= 0 else len(page)]
+        size, blocks = _BLOCK_SIZE.search(line), _BLOCKS.search(line)
+        if said := _CACHE_TOKENS.search(line):
+            tokens += int(said[1])
+        elif size and blocks:
+            tokens += int(size[1]) * int(blocks[1])
+        start += len(_CACHE_CONFIG)
+    return tokens or _sum(page, (b"sglang:max_total_num_tokens",))
 
 
 def _sum(page: bytes, names: tuple[bytes, ...]) -> float | None:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from enum import StrEnum
 from functools import cache
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin
 
 import msgspec
@@ -130,7 +130,8 @@ def decode(kind: Any, data: object, path: str, findings: Findings, *, unknown: s
         return _struct(kind, data, path, findings, unknown)
     origin = get_origin(kind)
     if origin is UnionType:
-        return _one_of(get_args(kind), data, path, findings)
+        kinds = tuple(one for one in get_args(kind) if one is not NoneType)
+        return decode(kinds[0], data, path, findings) if len(kinds) == 1 else _one_of(kinds, data, path, findings)
     if origin is tuple:
         return _sequence(get_args(kind)[0], data, path, findings)
     if origin is Mapping:

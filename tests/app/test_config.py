@@ -19,8 +19,8 @@ from picker.app.config_settings import AssumedBody, FileEndpoints
 from picker.core.exchange.events import BodyMode
 from picker.core.plugins.least_request import LeastRequestArgs
 from picker.core.plugins.prefix_cache import PrefixCacheArgs
-from picker.core.plugins.token_cost import TokenCostArgs
 from picker.core.plugins.registry import build_scheduler
+from picker.core.plugins.token_cost import TokenCostArgs
 
 KTHENA = Path(__file__).parents[1] / "data/config/kthena.yaml"
 ADDRESS = "endpoints: {static: [{address: '10.0.0.1:8000'}]}\n"

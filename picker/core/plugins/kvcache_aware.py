@@ -24,6 +24,7 @@ from picker.core.kv_index.owners import OwnedPrefix
 from picker.core.plugins.kvcache_args import IndexMode, KvCacheArgs
 from picker.core.scheduling.api import Candidates, MatchInfo, Request, Rng
 from picker.core.tokens.prompt import TokenPrompt
+from picker.core.usage import Usage
 
 NAME = "kvcache-aware"
 TOKENS = "tokens"
@@ -85,7 +86,8 @@ class KvCacheProducer:
                 matched += np.minimum(
                     self._held(one, prompt, None if owners is None else owners[number], candidates), most
                 )
-        info = MatchInfo(matched[candidates.slots].astype(np.int64), total, "tokens")
+        length = sum(len(one.token_ids) for one in tokens)
+        info = MatchInfo(matched[candidates.slots].astype(np.int64), total, "tokens", prompt_tokens=float(length))
         self._count(tokens[0], bool(info.matched.any()))
         return KvCacheMatch(self, prompts, info)
 
@@ -105,6 +107,9 @@ class KvCacheProducer:
     def restarted(self, slot: int) -> None:
         """Forget what a sidecar said that does not know of it; engines' own events, and Redis, tell it themselves."""
         self.hashes.forget(slot)
+
+    def adopt(self, slot: int, shared: bytes, now: float) -> None:
+        """Nothing: engines' events reach every picker by themselves."""
 
     def most_tokens(self, tokens: TokenPrompt) -> int:
         """Return how many tokens of a prompt can match, in whole blocks of those that are looked up."""
@@ -143,6 +148,9 @@ class KvCacheMatch(Struct, frozen=True, gc=False):
     prompts: Sequence[Prompt]
     info: MatchInfo
 
+    def shared(self) -> bytes:
+        return b""
+
     def picked(self, slot: int) -> KvCacheLearning:
         index = self.producer.index
         self.producer.picks[slot] += 1
@@ -155,7 +163,7 @@ class KvCacheLearning(Struct, frozen=True, gc=False):
     index: BlockIndex
     holds: Sequence[Hold]
 
-    def confirm(self, slot: int | None) -> None:  # noqa: ARG002
+    def confirm(self, slot: int | None, usage: Usage | None = None) -> None:  # noqa: ARG002
         self.undo()
 
     def undo(self) -> None:

@@ -6,9 +6,11 @@ visible to the next decision at once, and vanishes if its request fails.
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
+import msgspec
 import numpy as np
 from msgspec import Struct
 
@@ -16,6 +18,10 @@ from picker.core.endpoints import Floats, slots_of
 from picker.core.prefix_cache.hashing import block_hashes
 from picker.core.prefix_cache.index import Hold, PrefixIndex
 from picker.core.scheduling.api import Candidates, MatchInfo, Request, Rng, sample
+from picker.core.usage import Usage
+
+_shared = msgspec.msgpack.Decoder(tuple[str, int, list[bytes]])
+_NO_INFO = MatchInfo(np.zeros(0, np.int64), 0, "blocks")
 
 
 class PrefixCacheArgs(Struct, frozen=True, forbid_unknown_fields=True):
@@ -30,10 +36,24 @@ class PrefixCacheArgs(Struct, frozen=True, forbid_unknown_fields=True):
     topKMatches: int = 5  # noqa: N815
     """Endpoints that get a score; those with the longest match first, by chance among equals."""
 
+    sizeFromEngine: bool = False  # noqa: N815
+    """Keep as many blocks for an endpoint as its engine's KV cache has room for, where it says how large that is."""
+
     def effective(self) -> PrefixCacheArgs:
         """The same with defaults in the place of values that are zero or less."""
         chosen = {name: getattr(self, name) for name in self.__struct_fields__}
         return PrefixCacheArgs(**{name: value for name, value in chosen.items() if value > 0})
+
+
+WHOLE_PROMPT = PrefixCacheArgs(
+    blockSizeToHash=512, maxBlocksToMatch=100_000, maxHashCacheSize=16_384, topKMatches=100_000, sizeFromEngine=True
+)
+"""Arguments for matching prompts to their ends, as `token-cost` needs it. A prompt of 1 MiB has 2,048 blocks."""
+
+_MARGIN = 1.25
+"""An index that is too large loses little, one that is too small a lot."""
+_MOST_SHARED = 200_000
+"""Blocks that another picker may share at once."""
 
 
 class PrefixCacheProducer:
@@ -79,8 +99,30 @@ class PrefixCacheProducer:
                 break
             by_slot[slots] = blocks
             left -= len(slots)
-        info = MatchInfo(by_slot.take(candidates.slots), sum(map(len, chains)), "blocks")
-        return PrefixMatch(self.index, prompt.model, chains, info)
+        ratio, size = request.bytes_per_token, args.blockSizeToHash
+        info = MatchInfo(
+            by_slot.take(candidates.slots),
+            sum(map(len, chains)),
+            "blocks",
+            size / ratio,
+            sum(map(len, prompt.texts)) / ratio,
+        )
+        sizes = candidates.table.cache_tokens if args.sizeFromEngine else None
+        return PrefixMatch(self.index, prompt.model, size, chains, info, sizes)
+
+    def adopt(self, slot: int, shared: bytes, now: float) -> PrefixLearning | None:  # noqa: ARG002
+        """Hold the blocks of another picker's pick; None for blocks of another size, and for what is not blocks."""
+        try:
+            model, size, packed = _shared.decode(shared)
+            chains = [array("Q", chain) for chain in packed]
+        except (msgspec.DecodeError, ValueError):
+            return None
+        if size != self._args.blockSizeToHash or sum(map(len, chains)) > _MOST_SHARED:
+            return None
+        if any(len(set(chain)) < len(chain) for chain in chains):
+            return None
+        match = PrefixMatch(self.index, model, size, [chain.tolist() for chain in chains], _NO_INFO)
+        return match.picked(slot)
 
     def forget(self, slot: int) -> None:
         self.index.forget(slot)
@@ -94,10 +136,19 @@ class PrefixMatch(Struct, frozen=True, gc=False):
 
     prefixes: PrefixIndex
     model: str
+    block_size: int
     chains: Sequence[Sequence[int]]
     info: MatchInfo
+    sizes: Floats | None = None
+    """Tokens that each slot's engine has room for, where the index follows that."""
+
+    def shared(self) -> bytes:
+        chains = [array("Q", chain).tobytes() for chain in self.chains]
+        return msgspec.msgpack.encode((self.model, self.block_size, chains))
 
     def picked(self, slot: int) -> PrefixLearning:
+        if self.sizes is not None and (tokens := self.sizes.item(slot)) > 0:
+            self.prefixes.limit(slot, int(tokens / self.info.tokens_per_unit * _MARGIN) + 1)
         hold = self.prefixes.hold
         return PrefixLearning(self, slot, [hold(slot, chain) for chain in self.chains])
 
@@ -109,7 +160,7 @@ class PrefixLearning(Struct, frozen=True, gc=False):
     picked: int
     holds: Sequence[Hold]
 
-    def confirm(self, slot: int | None) -> None:
+    def confirm(self, slot: int | None, usage: Usage | None = None) -> None:  # noqa: ARG002
         match, index = self.match, self.match.prefixes
         if slot == self.picked:
             for hold in self.holds:

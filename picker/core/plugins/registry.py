@@ -11,6 +11,7 @@ from typing import Any
 from msgspec import Struct
 
 from picker.core.plugins.args import NoArgs
+from picker.core.plugins.endpoint_health import EndpointHealthFilter
 from picker.core.plugins.gpu_usage import GpuUsageScorer
 from picker.core.plugins.kvcache_args import KvCacheArgs
 from picker.core.plugins.kvcache_aware import KvCacheProducer
@@ -19,6 +20,8 @@ from picker.core.plugins.least_request import LeastRequestArgs, LeastRequestFilt
 from picker.core.plugins.lora_affinity import LoraAffinityFilter
 from picker.core.plugins.prefix_cache import PrefixCacheArgs, PrefixCacheProducer, PrefixScorer
 from picker.core.plugins.random_score import RandomScorer
+from picker.core.plugins.token_cost import NAME as TOKEN_COST
+from picker.core.plugins.token_cost import TokenCostArgs, TokenCostScorer
 from picker.core.scheduling.api import Filter, Producer, Scorer
 from picker.core.scheduling.scheduler import Scheduler
 
@@ -32,6 +35,8 @@ class Plugin(Struct, frozen=True):
     filter: Callable[[Any], Filter] | None = None
     scorer: Callable[[Any], Scorer] | None = None
     producer: Callable[[Any, OnEvict], Producer] | None = None
+    counts_work: bool = False
+    """Whether its scorer goes by `Candidates.work`."""
 
 
 PLUGINS: Mapping[str, Plugin] = {
@@ -45,6 +50,8 @@ PLUGINS: Mapping[str, Plugin] = {
         scorer=lambda _: PrefixScorer("prefix-cache", "prefix-cache"),
         producer=PrefixCacheProducer,
     ),
+    TOKEN_COST: Plugin(TokenCostArgs, scorer=TokenCostScorer, counts_work=True),
+    "endpoint-health": Plugin(filter=EndpointHealthFilter),
     "kvcache-aware": Plugin(
         KvCacheArgs,
         scorer=lambda _: PrefixScorer("kvcache-aware", "kvcache-aware"),
@@ -53,12 +60,23 @@ PLUGINS: Mapping[str, Plugin] = {
 }
 
 
+_BEST_FIRST = ("kvcache-aware", "prefix-cache")
+"""Producers, from the one that knows most to the one that knows least."""
+
+
 class SchedulerSpec(Struct, frozen=True):
     """A checked scheduler configuration: names are known, weights positive, arguments of the right type."""
 
     filters: tuple[str, ...]
     scorers: tuple[tuple[str, float], ...]
     args: Mapping[str, Struct] = {}
+    producers: tuple[str, ...] = ()
+    """Producers that are wanted although no scorer is bound to them."""
+
+    @property
+    def plugins(self) -> frozenset[str]:
+        """All plugins in force."""
+        return frozenset((*self.filters, *(name for name, _ in self.scorers), *self.producers))
 
 
 def build_scheduler(spec: SchedulerSpec, previous: Scheduler | None, on_evict: OnEvict) -> tuple[Scheduler, list[str]]:
@@ -75,15 +93,17 @@ def build_scheduler(spec: SchedulerSpec, previous: Scheduler | None, on_evict: O
 
     filters = [make(args(name)) for name in spec.filters if (make := PLUGINS[name].filter)]
     scorers = [(rate(args(name)), weight) for name, weight in spec.scorers if (rate := PLUGINS[name].scorer)]
+    bound = {scorer.producer for scorer, _ in scorers} - {None}
     producers: list[Producer] = []
-    for name, _ in spec.scorers:
-        plugin = PLUGINS[name]
-        if plugin.producer is None:
+    for name in (name for name in _BEST_FIRST if name in bound or name in spec.producers):
+        make_producer = PLUGINS[name].producer
+        if make_producer is None:
             continue
         if name in old:
             producers.append(old[name])
             if not old[name].reconfigure(args(name)):
                 notes.append(f"{name}: the index starts empty, because of its new arguments")
         else:
-            producers.append(plugin.producer(args(name), on_evict))
-    return Scheduler(filters, producers, scorers), notes
+            producers.append(make_producer(args(name), on_evict))
+    counts = any(PLUGINS[name].counts_work for name, _ in spec.scorers)
+    return Scheduler(filters, producers, scorers, counts_work=counts), notes

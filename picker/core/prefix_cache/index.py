@@ -51,10 +51,11 @@ class _Place:
 class _Slot:
     """What one slot has: recorded runs, from the least to the most recent, and how often each run is held."""
 
-    __slots__ = ("bit", "ends", "held", "places", "size")
+    __slots__ = ("bit", "capacity", "ends", "held", "places", "size")
 
     def __init__(self, slot: int) -> None:
         self.bit = 1 << slot
+        self.capacity: int | None = None
         self.places: dict[_Run, _Place] = {}
         self.held: dict[_Run, int] = {}
         self.size = 0
@@ -209,6 +210,10 @@ class PrefixIndex:
         for owner in self._slots.values():
             self._shrink(owner)
 
+    def limit(self, slot: int, capacity: int) -> None:
+        """Give one slot a capacity of its own, until it is forgotten. It shrinks with the next record."""
+        self._owner(slot).capacity = capacity
+
     def _owner(self, slot: int) -> _Slot:
         owner = self._slots.get(slot)
         if owner is None:
@@ -248,7 +253,8 @@ class PrefixIndex:
         return rest
 
     def _shrink(self, owner: _Slot) -> None:
-        while (excess := owner.size - self._capacity) > 0:
+        capacity = self._capacity if owner.capacity is None else owner.capacity
+        while (excess := owner.size - capacity) > 0:
             run = owner.ends.newer.run
             if len(run.hashes) > excess:
                 run = self._split(run, len(run.hashes) - excess)

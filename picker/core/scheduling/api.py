@@ -10,6 +10,7 @@ from msgspec import Struct
 from picker.core.endpoints import EndpointTable, Flags, Floats, Integers, Slots
 from picker.core.exchange.effects import Decide
 from picker.core.prompts import Prompt
+from picker.core.usage import Usage
 
 
 class Rng(Protocol):
@@ -31,7 +32,8 @@ class Request(Struct, frozen=True, gc=False):
     """What a decision knows about a request.
 
     `prepared` is what was found out for producers before the decision, by the names that they know it by. `started` and
-    `parsed` are what the timer said before and after the request was read.
+    `parsed` are what the timer said before and after the request was read, in nanoseconds. `body_bytes` over
+    `bytes_per_token` is how many tokens it has where nobody knows better.
     """
 
     request_id: str
@@ -40,22 +42,50 @@ class Request(Struct, frozen=True, gc=False):
     prepared: Mapping[str, Any] = {}
     started: int = 0
     parsed: int = 0
+    body_bytes: int = 0
+    bytes_per_token: float = 4.0
+
+    @property
+    def now(self) -> float:
+        """When it came, in seconds of the same monotonic clock."""
+        return self.started / 1e9
+
+
+class Work(NamedTuple):
+    """How much prefill a request means to each candidate, on one scale, in tokens.
+
+    `prompt` is the length of the prompt, `uncached` what each candidate lacks of it (at least 1), `source` the producer
+    whose match says so, or "length" when none does.
+    """
+
+    prompt: float
+    uncached: Floats
+    source: str
 
 
 class Candidates(Struct, frozen=True, gc=False):
-    """The endpoints still in the race. Arrays that plugins return have one entry for each of `slots`."""
+    """The endpoints still in the race. Arrays that plugins return have one entry for each of `slots`.
+
+    `work` is there for scorers of a scheduler that counts it.
+    """
 
     table: EndpointTable
     slots: Slots
     mask: int
+    work: Work | None = None
 
 
 class MatchInfo(NamedTuple):
-    """How much of the prompt each candidate holds: leading `matched` of `total` units, by candidate."""
+    """How much of the prompt each candidate holds: leading `matched` of `total` units, by candidate.
+
+    `tokens_per_unit` and `prompt_tokens`, the length of the whole prompt, measure the same on the scale of tokens.
+    """
 
     matched: Integers
     total: int
     unit: str
+    tokens_per_unit: float = 1.0
+    prompt_tokens: float = 0.0
 
 
 class Filter(Protocol):
@@ -65,6 +95,13 @@ class Filter(Protocol):
 
     def keep(self, request: Request, candidates: Candidates) -> Flags | None:
         """True for candidates that stay; None when all do."""
+
+
+class Prober(Protocol):
+    """A filter that wants a request sent to a certain candidate now and then, to see whether it can be kept again."""
+
+    def probe(self, request: Request, candidates: Candidates) -> int | None:
+        """The slot of a candidate that this request is to try first, if there is one."""
 
 
 class Preparation(Protocol):
@@ -94,6 +131,12 @@ class Producer(Protocol):
     def restarted(self, slot: int) -> None:
         """Metrics say that the slot's engine restarted with an empty cache."""
 
+    def adopt(self, slot: int, shared: bytes, now: float) -> Learning | None:
+        """Make a pick visible that another picker made, by its `Match.shared`; None when there is nothing in it.
+
+        The bytes come over a network: what is wrong with them must not do more harm than a wrong match.
+        """
+
 
 class Match(Protocol):
     """One prompt's match, kept so that the pick can be recorded without matching again."""
@@ -104,12 +147,18 @@ class Match(Protocol):
     def picked(self, slot: int) -> Learning:
         """Make the pick visible to the next decision, until it is confirmed or undone."""
 
+    def shared(self) -> bytes:
+        """What `Producer.adopt` of another picker needs to make the pick visible there, too; empty for nothing."""
+
 
 class Learning(Protocol):
     """A pick on its way. Exactly one of the two is called, once."""
 
-    def confirm(self, slot: int | None) -> None:
-        """The request succeeded on this slot; None: on an endpoint that is gone or was never ours."""
+    def confirm(self, slot: int | None, usage: Usage | None = None) -> None:
+        """The request succeeded on this slot; None: on an endpoint that is gone or was never ours.
+
+        `usage` is what the engine said of it, where its response was read.
+        """
 
     def undo(self) -> None:
         """The request failed."""
@@ -124,6 +173,12 @@ class Scorer(Protocol):
 
     def score(self, request: Request, candidates: Candidates, match: MatchInfo | None, rng: Rng) -> Floats | None:
         """One score a candidate; None for no opinion, which counts 0 for all."""
+
+
+class Costing(Protocol):
+    """Turns work and load into the cost of each candidate, in tokens; lowest is best."""
+
+    def costs(self, uncached: Floats, queued: Floats, in_flight: Integers) -> Floats: ...
 
 
 Timer = Callable[[], int]

@@ -5,10 +5,13 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+import numpy as np
 from msgspec import Struct
 
 from picker.core.endpoints import Endpoint, Floats, Integers, Slots
-from picker.core.scheduling.api import Match, MatchInfo, Request
+from picker.core.scheduling.api import Costing, Match, MatchInfo, Request, Work
+
+_NONE = np.zeros(0)
 
 
 class Reason(StrEnum):
@@ -18,6 +21,15 @@ class Reason(StrEnum):
     NO_ENDPOINTS = "no_endpoints"
     NONE_IN_SUBSET = "none_in_subset"
     FILTERED_OUT = "filtered_out"
+
+
+class First(StrEnum):
+    """Why the destination is another than the one with the highest total."""
+
+    PINNED = "pinned"
+    """The client's session is pinned to it."""
+    PROBE = "probe"
+    """An endpoint that kept failing is tried again."""
 
 
 class PluginScores(Struct, frozen=True, gc=False):
@@ -59,6 +71,13 @@ class Decision(Struct, frozen=True):
     filters: tuple[tuple[str, int], ...]
     matches: dict[str, Match]
     steps: Steps
+    work: Work | None = None
+    queued: Floats = _NONE
+    """Uncached tokens sent to each candidate before, whose prefill is not over; there when `work` is."""
+    prefill_rate: Floats = _NONE
+    """Tokens per second that each candidate was seen to compute, NaN when it was not; there when `work` is."""
+    costing: Costing | None = None
+    first: First | None = None
 
     @property
     def destinations(self) -> tuple[str, ...]:
@@ -70,6 +89,11 @@ class Decision(Struct, frozen=True):
         """The slot of the destination."""
         return int(self.slots[self.order[0]])
 
+    @property
+    def tokens(self) -> float:
+        """Prompt tokens that the destination has to compute; 0 when nobody counts them."""
+        return 0.0 if self.work is None else float(self.work.uncached[self.order[0]])
+
     def view(self) -> dict[str, Any]:
         """The decision as plain values, every candidate best first."""
         ranks = {position: rank for rank, position in enumerate(self.order, 1)}
@@ -77,20 +101,30 @@ class Decision(Struct, frozen=True):
             set(range(len(self.endpoints))) - set(ranks),
             key=lambda position: (-self.totals[position], self.in_flight[position], position),
         )
+        costs = _NONE
+        if self.costing is not None and self.work is not None:
+            costs = self.costing.costs(self.work.uncached, self.queued, self.in_flight)
         return {
             "request_id": self.request.request_id,
             "path": self.request.path,
             "model": self.request.prompt.model,
             "reason": str(self.reason),
             "prompt_unused": str(self.request.prompt.unused or ""),
+            "prompt_tokens": 0.0 if self.work is None else self.work.prompt,
+            "tokens_from": "" if self.work is None else self.work.source,
+            "first": str(self.first or ""),
             "destinations": list(self.destinations),
             "filters": [{"filter": name, "remaining": remaining} for name, remaining in self.filters],
             "step_microseconds": {name: value / 1000 for name, value in self.steps._asdict().items()},
-            "endpoints": [self._endpoint(position, rank) for rank, position in enumerate((*self.order, *rest), 1)],
+            "endpoints": [
+                self._endpoint(position, rank, costs) for rank, position in enumerate((*self.order, *rest), 1)
+            ],
         }
 
-    def _endpoint(self, position: int, rank: int) -> dict[str, Any]:
+    def _endpoint(self, position: int, rank: int, costs: Floats) -> dict[str, Any]:
         endpoint = self.endpoints[position]
+        cost = float(costs[position]) if len(costs) else 0.0
+        rate = float(self.prefill_rate[position]) if len(costs) else 0.0
         return {
             "name": endpoint.name,
             "namespace": endpoint.namespace,
@@ -98,6 +132,10 @@ class Decision(Struct, frozen=True):
             "rank": rank,
             "total": float(self.totals[position]),
             "in_flight": int(self.in_flight[position]),
+            "uncached_tokens": 0.0 if self.work is None else float(self.work.uncached[position]),
+            "queued_tokens": 0.0 if self.work is None else float(self.queued[position]),
+            "cost_tokens": cost,
+            "cost_milliseconds": cost / rate * 1000 if rate > 0 else 0.0,
             "plugins": [
                 {
                     "plugin": plugin.name,

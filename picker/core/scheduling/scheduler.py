@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import cast
 
 import numpy as np
 
-from picker.core.endpoints import EndpointTable, Flags, Floats, Integers
-from picker.core.scheduling.api import Candidates, Filter, Match, Producer, Request, Rng, Scorer, Timer, sample
-from picker.core.scheduling.decision import Decision, PluginScores, Reason, Steps
+from picker.core.endpoints import EndpointTable, Flags, Floats, Integers, Slots
+from picker.core.scheduling.api import (
+    Candidates,
+    Costing,
+    Filter,
+    Match,
+    Prober,
+    Producer,
+    Request,
+    Rng,
+    Scorer,
+    Timer,
+    Work,
+    sample,
+)
+from picker.core.scheduling.decision import Decision, First, PluginScores, Reason, Steps
 
 _NOTHING = np.zeros(0)
 
@@ -21,10 +35,18 @@ class Scheduler:
         filters: Sequence[Filter],
         producers: Sequence[Producer],
         scorers: Sequence[tuple[Scorer, float]],
+        *,
+        counts_work: bool = False,
     ) -> None:
+        """Make a scheduler. `producers` come best first: `Work` is by the first that matched, if it `counts_work`."""
         self.filters = tuple(filters)
         self.producers = tuple(producers)
         self.scorers = tuple(scorers)
+        self.counts_work = counts_work
+        self._costing: Costing | None = next(
+            (formula for scorer, _ in scorers if (formula := getattr(scorer, "formula", None)) is not None), None
+        )
+        self._probers = tuple(cast("Prober", plugin) for plugin in filters if hasattr(plugin, "probe"))
 
     def decide(
         self,
@@ -35,10 +57,12 @@ class Scheduler:
         fallbacks: int,
         rng: Rng,
         timer: Timer,
+        pinned: int | None = None,
     ) -> Decision:
         """Choose a destination and up to `fallbacks` further endpoints.
 
         `subset` limits the candidates to these addresses; an entry without a port means all ports of that host.
+        `pinned` is a slot that is the destination, whatever the scores say, provided that the filters keep it.
         """
         began = timer()
         candidates = Candidates(table, table.slots, table.mask)
@@ -63,11 +87,20 @@ class Scheduler:
         totals: Floats = _NOTHING
         order: tuple[int, ...] = ()
         in_flight: Integers = table.in_flight.take(slots)
+        work: Work | None = None
+        queued: Floats = _NOTHING
+        rates: Floats = _NOTHING
+        first: First | None = None
         if reason is Reason.ROUTED:
             for producer in self.producers:
                 match = producer.match(request, candidates, rng)
                 if match is not None:
                     matches[producer.name] = match
+            if self.counts_work:
+                work = _work(request, len(slots), matches)
+                queued = table.queued_tokens.take(slots)
+                rates = table.prefill_rate.take(slots)
+                candidates = Candidates(table, slots, candidates.mask, work)
             matched = timer()
             for scorer, weight in self.scorers:
                 held = matches.get(scorer.producer) if scorer.producer else None
@@ -81,6 +114,10 @@ class Scheduler:
                 totals = np.zeros(len(slots))
             scored = timer()
             order = pick(totals, in_flight, fallbacks + 1, rng)
+            if pinned is not None and candidates.mask >> pinned & 1:
+                first, order = First.PINNED, _ahead(order, slots, pinned)
+            elif (probed := self._probe(request, candidates)) is not None:
+                first, order = First.PROBE, _ahead(order, slots, probed)
         done = timer()
         return Decision(
             request=request,
@@ -101,7 +138,35 @@ class Scheduler:
                 scored - matched,
                 done - scored,
             ),
+            work=work,
+            queued=queued,
+            prefill_rate=rates,
+            costing=self._costing,
+            first=first,
         )
+
+    def _probe(self, request: Request, candidates: Candidates) -> int | None:
+        for prober in self._probers:
+            if (slot := prober.probe(request, candidates)) is not None:
+                return slot
+        return None
+
+
+def _work(request: Request, candidates: int, matches: Mapping[str, Match]) -> Work:
+    """What the best producer that matched says the prompt costs; by its length where none did."""
+    for name, match in matches.items():
+        matched, total, _, tokens_per_unit, prompt_tokens = match.info
+        prompt = prompt_tokens or total * tokens_per_unit
+        uncached = prompt - matched * tokens_per_unit
+        return Work(prompt, np.maximum(uncached, 1.0, out=uncached), name)
+    prompt = max(request.body_bytes / request.bytes_per_token, 1.0)
+    return Work(prompt, np.full(candidates, prompt), "length")
+
+
+def _ahead(order: tuple[int, ...], slots: Slots, slot: int) -> tuple[int, ...]:
+    """The order with a slot's position before the others, and as long as it was."""
+    position = int(slots.searchsorted(slot))
+    return (position, *[other for other in order if other != position][: len(order) - 1])
 
 
 def pick(totals: Floats, in_flight: Integers, count: int, rng: Rng) -> tuple[int, ...]:

@@ -37,7 +37,7 @@ class WatchRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ...) -> None: ...
 
 class Decision(_message.Message):
-    __slots__ = ("time", "request_id", "model", "path", "reason", "destinations", "endpoints", "step_microseconds", "prompt_unused", "filters")
+    __slots__ = ("time", "request_id", "model", "path", "reason", "destinations", "endpoints", "step_microseconds", "prompt_unused", "filters", "prompt_tokens", "tokens_from", "first")
     class StepMicrosecondsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -55,6 +55,9 @@ class Decision(_message.Message):
     STEP_MICROSECONDS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_UNUSED_FIELD_NUMBER: _ClassVar[int]
     FILTERS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FROM_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
     time: _timestamp_pb2.Timestamp
     request_id: str
     model: str
@@ -65,7 +68,10 @@ class Decision(_message.Message):
     step_microseconds: _containers.ScalarMap[str, float]
     prompt_unused: str
     filters: _containers.RepeatedCompositeFieldContainer[FilterResult]
-    def __init__(self, time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., request_id: _Optional[str] = ..., model: _Optional[str] = ..., path: _Optional[str] = ..., reason: _Optional[str] = ..., destinations: _Optional[_Iterable[str]] = ..., endpoints: _Optional[_Iterable[_Union[EndpointScore, _Mapping]]] = ..., step_microseconds: _Optional[_Mapping[str, float]] = ..., prompt_unused: _Optional[str] = ..., filters: _Optional[_Iterable[_Union[FilterResult, _Mapping]]] = ...) -> None: ...
+    prompt_tokens: float
+    tokens_from: str
+    first: str
+    def __init__(self, time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., request_id: _Optional[str] = ..., model: _Optional[str] = ..., path: _Optional[str] = ..., reason: _Optional[str] = ..., destinations: _Optional[_Iterable[str]] = ..., endpoints: _Optional[_Iterable[_Union[EndpointScore, _Mapping]]] = ..., step_microseconds: _Optional[_Mapping[str, float]] = ..., prompt_unused: _Optional[str] = ..., filters: _Optional[_Iterable[_Union[FilterResult, _Mapping]]] = ..., prompt_tokens: _Optional[float] = ..., tokens_from: _Optional[str] = ..., first: _Optional[str] = ...) -> None: ...
 
 class FilterResult(_message.Message):
     __slots__ = ("filter", "remaining")
@@ -76,7 +82,7 @@ class FilterResult(_message.Message):
     def __init__(self, filter: _Optional[str] = ..., remaining: _Optional[int] = ...) -> None: ...
 
 class EndpointScore(_message.Message):
-    __slots__ = ("name", "namespace", "address", "total", "plugins", "rank", "in_flight")
+    __slots__ = ("name", "namespace", "address", "total", "plugins", "rank", "in_flight", "uncached_tokens", "queued_tokens", "cost_tokens", "cost_milliseconds")
     NAME_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -84,6 +90,10 @@ class EndpointScore(_message.Message):
     PLUGINS_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    UNCACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COST_MILLISECONDS_FIELD_NUMBER: _ClassVar[int]
     name: str
     namespace: str
     address: str
@@ -91,7 +101,11 @@ class EndpointScore(_message.Message):
     plugins: _containers.RepeatedCompositeFieldContainer[PluginScore]
     rank: int
     in_flight: int
-    def __init__(self, name: _Optional[str] = ..., namespace: _Optional[str] = ..., address: _Optional[str] = ..., total: _Optional[float] = ..., plugins: _Optional[_Iterable[_Union[PluginScore, _Mapping]]] = ..., rank: _Optional[int] = ..., in_flight: _Optional[int] = ...) -> None: ...
+    uncached_tokens: float
+    queued_tokens: float
+    cost_tokens: float
+    cost_milliseconds: float
+    def __init__(self, name: _Optional[str] = ..., namespace: _Optional[str] = ..., address: _Optional[str] = ..., total: _Optional[float] = ..., plugins: _Optional[_Iterable[_Union[PluginScore, _Mapping]]] = ..., rank: _Optional[int] = ..., in_flight: _Optional[int] = ..., uncached_tokens: _Optional[float] = ..., queued_tokens: _Optional[float] = ..., cost_tokens: _Optional[float] = ..., cost_milliseconds: _Optional[float] = ...) -> None: ...
 
 class PluginScore(_message.Message):
     __slots__ = ("plugin", "score", "weight", "matched", "total", "unit")
