@@ -16,12 +16,18 @@ MOST_EXPANSION: Final = 100
 FREE_BYTES: Final = 1 << 20
 """A body may grow `MOST_EXPANSION` times when it is decompressed, and by this much."""
 
+FREE_LINES: Final = 10_000
+BYTES_PER_LINE: Final = 32
+"""Events may have `FREE_LINES` lines, and one more for so many bytes: each costs time, however short it is."""
+
 _USAGE: Final = b'"usage"'
 _META_INFO: Final = b'"meta_info"'
 
 
 class _TooMuchError(Exception):
-    pass
+    def __init__(self, why: Drop) -> None:
+        super().__init__(why)
+        self.why = why
 
 
 class UsageReader:
@@ -31,7 +37,18 @@ class UsageReader:
     which tells the API. `drops` counts what could not be used, by reason. Memory stays below a few MiB.
     """
 
-    __slots__ = ("_documents", "_expanded", "_over", "_packed", "_reply", "_tally", "_unpacker", "_usage", "drops")
+    __slots__ = (
+        "_documents",
+        "_lines",
+        "_over",
+        "_packed",
+        "_reply",
+        "_size",
+        "_tally",
+        "_unpacker",
+        "_usage",
+        "drops",
+    )
 
     def __init__(self, content_type: bytes, content_encoding: bytes, path: str, *, keep_reply: bool = False) -> None:
         self.drops: dict[Drop, int] = {}
@@ -39,31 +56,31 @@ class UsageReader:
         self._reply = Reply(path) if keep_reply else None
         self._usage: Usage | None = None
         self._over = False
-        self._packed = self._expanded = 0
+        self._packed = self._size = self._lines = 0
         self._documents = _documents(content_type)
         self._unpacker: Unpacker | None = None
         if self._documents is None:
             self._drop(Drop.CONTENT_TYPE)
         coding = content_encoding.strip().lower()
         if coding not in (b"", b"identity"):
-            self._unpacker = unpacker(coding, self._take_unpacked)
+            self._unpacker = unpacker(coding, self._take)
             if self._unpacker is None:
                 self._give_up(Drop.CONTENT_ENCODING)
 
     def feed(self, data: bytes) -> None:
         """Take in the next bytes of the body."""
-        if self._unpacker is None:
-            self._take(data)
-            return
         if self._documents is None:
             return
         self._packed += len(data)
         try:
-            self._unpacker.feed(data)
+            if self._unpacker is None:
+                self._take(data)
+            else:
+                self._unpacker.feed(data)
         except CorruptError:
             self._give_up(Drop.CORRUPT_ENCODING)
-        except _TooMuchError:
-            self._give_up(Drop.EXPANDS_TOO_MUCH)
+        except _TooMuchError as error:
+            self._give_up(error.why)
 
     def result(self) -> Usage | None:
         """Return what the response said, now that it is over; None when it said nothing."""
@@ -76,22 +93,25 @@ class UsageReader:
             self._usage = self._conclude()
         return self._usage
 
-    def _take_unpacked(self, piece: bytes) -> None:
-        self._expanded += len(piece)
-        if self._expanded > FREE_BYTES + MOST_EXPANSION * self._packed:
-            raise _TooMuchError
-        self._take(piece)
-
     def _take(self, data: bytes) -> None:
         documents = self._documents
-        if documents is None or (
+        if documents is None:
+            return
+        self._size += len(data)
+        if self._size > FREE_BYTES + MOST_EXPANSION * self._packed:
+            raise _TooMuchError(Drop.EXPANDS_TOO_MUCH)
+        if (
             self._reply is None
             and documents.between
             and _USAGE not in data
             and _META_INFO not in data
-            and data.endswith((b"\n\n", b"\n\r\n"))  # whole events, which say nothing of tokens
+            and data.endswith((b"\n\n", b"\n\r\n"))
         ):
-            return
+            return  # whole events, which say nothing of tokens
+        if isinstance(documents, EventStream):
+            self._lines += data.count(b"\n") + data.count(b"\r")
+            if self._lines > FREE_LINES + self._size // BYTES_PER_LINE:
+                raise _TooMuchError(Drop.TOO_MANY_LINES)
         for document in documents.feed(data):
             self._read(document)
 

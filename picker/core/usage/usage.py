@@ -33,6 +33,8 @@ class Drop(StrEnum):
     CORRUPT_ENCODING = "corrupt_encoding"
     EXPANDS_TOO_MUCH = "expands_too_much"
     """Decompressed, it is out of all proportion."""
+    TOO_MANY_LINES = "too_many_lines"
+    """Of so many lines, events have hardly anything in them."""
     INVALID_JSON = "invalid_json"
     WRONG_TYPE = "wrong_type"
     """A count or a text is not of the type that the API defines, or more tokens were cached than there were."""

@@ -174,7 +174,9 @@ def test_a_body_that_is_too_long_still_tells_its_usage():
     assert read(cut(body, range(0, len(body), 40_000)), b"application/json") == told
     for pieces in ([b"data: " + body + b"\r\n\r\n"], cut(b"data: " + body + b"\n\n", range(0, len(body), 30_000))):
         assert read(pieces) == told
-    several_lines = b"data: 1\n" * (MAX_DOCUMENT_BYTES // 2) + b"data: " + body[-10_000:] + b"\n\n"
+    several_lines = (
+        (b"data: " + b"1" * 500 + b"\n") * (MAX_DOCUMENT_BYTES // 500) + b"data: " + body[-10_000:] + b"\n\n"
+    )
     assert read([several_lines]) == told
 
 
@@ -189,7 +191,7 @@ def test_a_reply_that_is_too_long_is_not_kept_but_its_usage_is():
 
 @pytest.mark.parametrize("coding", CODINGS)
 def test_bombs_are_given_up_in_bounded_memory(coding):
-    packed = coding[1](b"\n" * (64 << 20))
+    packed = coding[1](b"data:" + b"a" * (64 << 20))
     tracemalloc.start()
     try:
         usage, drops = read([packed], EVENTS, coding[0])
@@ -208,6 +210,12 @@ def test_what_came_before_a_coding_broke_is_told(coding):
     usage, drops = read([packed, b"!" * 50], EVENTS, coding[0])
     assert (usage.prompt_tokens, usage.completion_tokens) == (12, 2)
     assert drops in ({}, {Drop.CORRUPT_ENCODING: 1})
+
+
+@pytest.mark.parametrize("line", [b"\n", b"\r", b"data:1\n", b"data:\r\n", b":\n\n"])
+def test_lines_without_content_are_given_up(line):
+    assert read([line * 40_000])[1] == {Drop.TOO_MANY_LINES: 1}
+    assert read([line] * 40_000)[1] == {Drop.TOO_MANY_LINES: 1}
 
 
 def test_codings_and_types_that_are_not_read_are_counted_once():
