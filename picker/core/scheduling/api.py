@@ -97,6 +97,16 @@ class Filter(Protocol):
         """True for candidates that stay; None when all do."""
 
 
+class MatchFilter(Protocol):
+    """A filter that goes by what a producer matched. It never refuses a request: when it keeps nobody, all stay."""
+
+    name: str
+    producer: str
+
+    def keep_matched(self, request: Request, candidates: Candidates, match: MatchInfo | None, rng: Rng) -> Flags | None:
+        """True for candidates that stay; None when all do."""
+
+
 class Prober(Protocol):
     """A filter that wants a request sent to a certain candidate now and then, to see whether it can be kept again."""
 

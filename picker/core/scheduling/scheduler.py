@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 
@@ -13,6 +13,8 @@ from picker.core.scheduling.api import (
     Costing,
     Filter,
     Match,
+    MatchFilter,
+    MatchInfo,
     Prober,
     Producer,
     Request,
@@ -27,22 +29,59 @@ from picker.core.scheduling.decision import Decision, First, PluginScores, Reaso
 _NOTHING = np.zeros(0)
 
 
+class Asked(NamedTuple):
+    """What a decision is asked for: a request, and how many fallbacks. `reason` says why not, if it is over already."""
+
+    request: Request
+    reason: Reason
+    began: int
+    fallbacks: int
+    rng: Rng
+    timer: Timer
+    pinned: int | None
+
+
+class Matched(NamedTuple):
+    """What producers said of the prompt, by candidate of `candidates`."""
+
+    candidates: Candidates
+    matches: dict[str, Match]
+    infos: Mapping[str, MatchInfo]
+
+    def among(self, candidates: Candidates) -> Mapping[str, MatchInfo]:
+        """The same by candidate of some of them."""
+        mine = self.candidates.slots
+        if candidates.slots is mine or not self.infos:
+            return self.infos
+        at = mine.searchsorted(candidates.slots)
+        return {name: info._replace(matched=info.matched[at]) for name, info in self.infos.items()}
+
+
+class Disaggregation(Protocol):
+    """Decides where prefill and decode happen, with the plugins of a scheduler."""
+
+    def decide(self, scheduler: Scheduler, asked: Asked, candidates: Candidates) -> Decision: ...
+
+
 class Scheduler:
     """Filters, producers and weighted scorers, in the order they run. Replaced whole when the configuration changes."""
 
     def __init__(
         self,
-        filters: Sequence[Filter],
+        filters: Sequence[Filter | MatchFilter],
         producers: Sequence[Producer],
         scorers: Sequence[tuple[Scorer, float]],
         *,
         counts_work: bool = False,
+        disaggregation: Disaggregation | None = None,
     ) -> None:
         """Make a scheduler. `producers` come best first: `Work` is by the first that matched, if it `counts_work`."""
-        self.filters = tuple(filters)
+        self.filters = tuple(plugin for plugin in filters if not hasattr(plugin, "keep_matched"))
+        self._late_filters = tuple(cast("MatchFilter", plugin) for plugin in filters if hasattr(plugin, "keep_matched"))
         self.producers = tuple(producers)
         self.scorers = tuple(scorers)
         self.counts_work = counts_work
+        self.disaggregation = disaggregation
         self._costing: Costing | None = next(
             (formula for scorer, _ in scorers if (formula := getattr(scorer, "formula", None)) is not None), None
         )
@@ -68,43 +107,63 @@ class Scheduler:
         candidates = Candidates(table, table.slots, table.mask)
         reason = Reason.ROUTED if len(table.slots) else Reason.NO_ENDPOINTS
         if subset is not None and reason is Reason.ROUTED:
-            candidates = _narrow(candidates, _in_subset(candidates, subset))
+            candidates = narrow(candidates, _in_subset(candidates, subset))
             if not len(candidates.slots):
                 reason = Reason.NONE_IN_SUBSET
+        asked = Asked(request, reason, began, fallbacks, rng, timer, pinned)
+        if self.disaggregation is not None and reason is Reason.ROUTED:
+            return self.disaggregation.decide(self, asked, candidates)
+        return self.choose(asked, candidates)
+
+    def match(self, request: Request, candidates: Candidates, rng: Rng) -> Matched:
+        """Ask every producer who holds what of the prompt, once for a request."""
+        matches: dict[str, Match] = {}
+        for producer in self.producers:
+            match = producer.match(request, candidates, rng)
+            if match is not None:
+                matches[producer.name] = match
+        return Matched(candidates, matches, {name: match.info for name, match in matches.items()})
+
+    def choose(self, asked: Asked, candidates: Candidates, matched: Matched | None = None) -> Decision:
+        """Filter, score and pick among these candidates; `matched` are all producers' matches if they are known."""
+        request, reason, began, fallbacks, rng, timer, pinned = asked
+        table = candidates.table
         ran: list[tuple[str, int]] = []
         if reason is Reason.ROUTED:
             for plugin in self.filters:
                 keep = plugin.keep(request, candidates)
                 if keep is not None:
-                    candidates = _narrow(candidates, keep)
+                    candidates = narrow(candidates, keep)
                 ran.append((plugin.name, len(candidates.slots)))
             if not len(candidates.slots):
                 reason = Reason.FILTERED_OUT
-        slots = candidates.slots
-        filtered = matched = scored = timer()
-        matches: dict[str, Match] = {}
+        filtered = done_matching = scored = timer()
+        infos: Mapping[str, MatchInfo] = {}
         plugins: list[PluginScores] = []
         totals: Floats = _NOTHING
         order: tuple[int, ...] = ()
-        in_flight: Integers = table.in_flight.take(slots)
         work: Work | None = None
-        queued: Floats = _NOTHING
-        rates: Floats = _NOTHING
+        queued = rates = _NOTHING
         first: First | None = None
         if reason is Reason.ROUTED:
-            for producer in self.producers:
-                match = producer.match(request, candidates, rng)
-                if match is not None:
-                    matches[producer.name] = match
+            matched = self.match(request, candidates, rng) if matched is None else matched
+            for late in self._late_filters:
+                keep = late.keep_matched(request, candidates, matched.among(candidates).get(late.producer), rng)
+                if keep is not None and keep.any():
+                    candidates = narrow(candidates, keep)
+                ran.append((late.name, len(candidates.slots)))
+            infos = matched.among(candidates)
             if self.counts_work:
-                work = _work(request, len(slots), matches)
-                queued = table.queued_tokens.take(slots)
-                rates = table.prefill_rate.take(slots)
-                candidates = Candidates(table, slots, candidates.mask, work)
-            matched = timer()
+                work = _work(request, len(candidates.slots), infos)
+                queued = table.queued_tokens.take(candidates.slots)
+                rates = table.prefill_rate.take(candidates.slots)
+                candidates = Candidates(table, candidates.slots, candidates.mask, work)
+            done_matching = timer()
+        slots = candidates.slots
+        in_flight: Integers = table.in_flight.take(slots)
+        if reason is Reason.ROUTED:
             for scorer, weight in self.scorers:
-                held = matches.get(scorer.producer) if scorer.producer else None
-                info = held.info if held else None
+                info = infos.get(scorer.producer) if scorer.producer else None
                 scores = scorer.score(request, candidates, info, rng)
                 if scores is not None:
                     weighted = scores if weight == 1 else scores * weight
@@ -129,13 +188,13 @@ class Scheduler:
             plugins=tuple(plugins),
             order=order,
             filters=tuple(ran),
-            matches=matches,
+            matches={} if matched is None else matched.matches,
             steps=Steps(
                 request.parsed - request.started,
                 began - request.parsed,
                 filtered - began,
-                matched - filtered,
-                scored - matched,
+                done_matching - filtered,
+                scored - done_matching,
                 done - scored,
             ),
             work=work,
@@ -152,10 +211,9 @@ class Scheduler:
         return None
 
 
-def _work(request: Request, candidates: int, matches: Mapping[str, Match]) -> Work:
+def _work(request: Request, candidates: int, infos: Mapping[str, MatchInfo]) -> Work:
     """What the best producer that matched says the prompt costs; by its length where none did."""
-    for name, match in matches.items():
-        matched, total, _, tokens_per_unit, prompt_tokens = match.info
+    for name, (matched, total, _, tokens_per_unit, prompt_tokens) in infos.items():
         prompt = prompt_tokens or total * tokens_per_unit
         uncached = prompt - matched * tokens_per_unit
         return Work(prompt, np.maximum(uncached, 1.0, out=uncached), name)
@@ -189,7 +247,8 @@ def pick(totals: Floats, in_flight: Integers, count: int, rng: Rng) -> tuple[int
     return tuple(chosen)
 
 
-def _narrow(candidates: Candidates, keep: Flags) -> Candidates:
+def narrow(candidates: Candidates, keep: Flags) -> Candidates:
+    """The candidates for which `keep` is true."""
     if keep.all():
         return candidates
     slots = candidates.slots[keep]
