@@ -99,6 +99,13 @@ _BODY_MODES = {
 }
 
 
+class LearnUsage(StrEnum):
+    """Whether responses are read."""
+
+    OFF = "off"
+    FROM_BODY = "from-body"
+
+
 class Exchange(Struct, frozen=True, rename="camel"):
     """How the picker talks with Envoy about one request."""
 
@@ -116,6 +123,10 @@ class Exchange(Struct, frozen=True, rename="camel"):
     """How long `auto` waits for evidence, in seconds."""
     retry_after_seconds: Annotated[int, Meta(ge=0, le=86_400)] = 1
     """`Retry-After` of answers that refuse a request for lack of endpoints, in seconds."""
+    learn_usage: LearnUsage = LearnUsage.OFF
+    """`from-body`: response bodies are read for what engines say of tokens. They come in full duplex, from an observing
+    filter (`envoy/observability.yaml`), or because the picker asks for them where Envoy's `allow_mode_override` lets it,
+    which costs a message both ways for each chunk."""
 
 
 class Predict(Struct, frozen=True, rename="camel"):

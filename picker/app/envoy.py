@@ -42,6 +42,7 @@ class Template(StrEnum):
 
     BUFFERED = "buffered"
     FULL_DUPLEX = "full-duplex"
+    OBSERVABILITY = "observability"
 
 
 class EnvoyError(RuntimeError):
@@ -69,6 +70,7 @@ def bootstrap(
     buffer_limit: int | None = None,
     failure_mode_allow: bool | None = None,
     graceful_close: bool = False,
+    allow_mode_override: bool = False,
     subset: Sequence[str] | None = None,
     fallback_policy: FallbackPolicy | None = None,
     http1_trailers: bool = False,
@@ -78,7 +80,7 @@ def bootstrap(
 
     `picker`, `endpoints`, `listener` and `admin` are `ip:port`; port 0 is chosen by the system. Without a picker
     there is no ext_proc filter and the fallback policy balances alone. `endpoints` and `fallback_policy` belong to
-    the cluster of `buffered`; that of `full-duplex` connects wherever the picker says. `message_timeout` is in
+    the cluster of the other two; that of `full-duplex` connects wherever the picker says. `message_timeout` is in
     seconds, `buffer_limit` in bytes. `subset` sets the subset hint that some gateways send. `graceful_close` makes
     Envoy end ext_proc streams with END_STREAM instead of RST_STREAM.
     """
@@ -92,7 +94,7 @@ def bootstrap(
     ext_proc = filters[0]["typed_config"]
 
     if picker is None:
-        filters.pop(0)
+        filters[:-1] = []
         resources["clusters"].remove(clusters["picker"])
     else:
         _set_endpoints(clusters["picker"], [picker])
@@ -107,6 +109,8 @@ def bootstrap(
             ext_proc["processing_mode"][f"{side}_trailer_mode"] = trailers
     if message_timeout is not None:
         ext_proc["message_timeout"] = f"{message_timeout}s"
+    if allow_mode_override:
+        ext_proc["allow_mode_override"] = True
     if failure_mode_allow is not None:
         ext_proc["failure_mode_allow"] = failure_mode_allow
     if buffer_limit is not None:

@@ -22,7 +22,7 @@ from aiohttp import web
 from picker.app import flags
 from picker.app.certificates import certificate_source
 from picker.app.config import Config, ConfigError, Loaded, effective
-from picker.app.config_settings import FileEndpoints, Transport
+from picker.app.config_settings import FileEndpoints, LearnUsage, Transport
 from picker.app.kvcache import KvCachePart, PredictError
 from picker.app.reload import ConfigFile
 from picker.core.director import Director
@@ -113,7 +113,8 @@ class Picker:
         )
         self._director.decision_seconds = config.exchange.decision_seconds
         self._kv_cache = KvCachePart(self._director, config.predict, self._keep)
-        self._service = ExtProcService(self._director, self._hub, _extproc_settings(config))
+        soon = asyncio.get_running_loop().call_soon
+        self._service = ExtProcService(self._director, self._hub, _extproc_settings(config), soon)
         self._scraper = Scraper(self._director, _scrape_settings(loaded), self._restarted)
         self._server = _transport(config, self._service, self._health)
         self._admin = AdminServer(self._director, self._hub, self._health)
@@ -271,6 +272,7 @@ def _extproc_settings(config: Config) -> ExtProcSettings:
         assumed_request_body=exchange.assume_request_body.body_mode,
         mode_grace_seconds=exchange.mode_grace_seconds,
         retry_after_seconds=exchange.retry_after_seconds,
+        learn_usage=exchange.learn_usage is LearnUsage.FROM_BODY,
     )
 
 
@@ -285,7 +287,7 @@ def _scrape_settings(loaded: Loaded) -> ScrapeSettings:
 
 
 def _models_matter(loaded: Loaded) -> bool:
-    return "lora-affinity" in loaded.spec.filters or "kvcache-aware" in dict(loaded.spec.scorers)
+    return not loaded.spec.plugins.isdisjoint(("lora-affinity", "kvcache-aware"))
 
 
 @contextmanager

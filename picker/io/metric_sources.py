@@ -70,6 +70,13 @@ class Sources:
                 "Request bodies that wait for their end.",
                 lambda: [((), self.service.buffered_bytes)] if self.service else (),
             ),
+            counter(
+                "response_usage_total",
+                "outcome",
+                "Responses read for what engines say of tokens: `read`, `absent`, what could not be used, and observed "
+                "ones that did not meet their request. `unmatched` and `late`: another picker gets the observing streams.",
+                lambda: _by_outcome(self.service.usage_outcomes) if self.service else (),
+            ),
             gauge(
                 "prefix_cache_entries",
                 "",

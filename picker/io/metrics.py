@@ -133,9 +133,10 @@ class Metrics(Sources):
         if prompt.unused is not None:
             self.unused.series[prompt.unused,] += 1
         for producer, match in decision.matches.items():
-            matched, total, _ = match.info
-            if total:
-                self._ratios[producer, model].observe(matched.item(matched.argmax()) / total)
+            info = match.info
+            if info.total:
+                matched = info.matched
+                self._ratios[producer, model].observe(matched.item(matched.argmax()) / info.total)
         steps = decision.steps
         for buckets, nanoseconds in zip(self._steps, steps, strict=True):
             buckets.observe(nanoseconds)

@@ -31,7 +31,7 @@ async def duplex(envoys, constant_picker):
     return await envoys(bootstrap(Template.FULL_DUPLEX, picker=constant_picker.address))
 
 
-@pytest_asyncio.fixture(params=Template, loop_scope="session")
+@pytest_asyncio.fixture(params=[Template.BUFFERED, Template.FULL_DUPLEX], loop_scope="session")
 async def either(request, buffered, duplex):
     return {Template.BUFFERED: buffered, Template.FULL_DUPLEX: duplex}[request.param]
 

@@ -61,6 +61,7 @@ OTHERS = {
             "buffer_limit": 65536,
             "failure_mode_allow": False,
             "graceful_close": True,
+            "allow_mode_override": True,
             "subset": ["127.0.0.1:8001"],
             "fallback_policy": "round_robin",
             "http1_trailers": True,
@@ -113,10 +114,20 @@ def test_no_timer_ends_a_long_answer(template):
     assert manager["http_filters"][0]["typed_config"]["grpc_service"]["timeout"] == "0s"
 
 
-def test_without_a_picker_nothing_of_it_is_left():
-    assert "picker" not in json.dumps(bootstrap(Template.BUFFERED, picker=None, endpoints=["127.0.0.1:8001"])).replace(
-        "x-picker-fallbacks", ""
-    )
+@pytest.mark.parametrize("template", Template)
+def test_without_a_picker_nothing_of_it_is_left(template):
+    config = json.dumps(bootstrap(template, picker=None, endpoints=["127.0.0.1:8001"]))
+    assert "picker" not in config.replace("x-picker-fallbacks", "")
+
+
+def test_the_observing_filter_waits_for_nothing_and_changes_nothing_else():
+    config, recommended = load(Template.OBSERVABILITY), load(Template.BUFFERED)
+    filters = connection_manager(config)["http_filters"]
+    observing = filters.pop(1)["typed_config"]
+    assert config == recommended
+    assert observing["observability_mode"]
+    assert observing["failure_mode_allow"]
+    assert observing["grpc_service"]["timeout"] == "0s"
 
 
 @pytest.mark.parametrize("address", ["localhost", "127.0.0.1:", "127.0.0.1:http", ""])

@@ -10,6 +10,7 @@ from functools import lru_cache
 
 from google.protobuf.message import DecodeError
 from google.protobuf.struct_pb2 import Struct, Value
+from msgspec import Struct as Record
 
 from picker._proto.envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from picker.core.exchange.effects import BodyReply, HeadersReply, Immediate, Side, StreamedBody, TrailersReply
@@ -40,12 +41,23 @@ class UnknownMessageError(Exception):
     """A ProcessingRequest of a kind that is not known here: a newer Envoy may send one."""
 
 
-def decode(data: bytes) -> Event:
+class Observed(Record, frozen=True, gc=False):
+    """What happened, told in observability mode: Envoy expects no answer, and would ignore one."""
+
+    event: Event
+
+
+def decode(data: bytes) -> Event | Observed:
     """Decode one ProcessingRequest. Raises MalformedMessageError or UnknownMessageError."""
     try:
         message = pb.ProcessingRequest.FromString(data)
     except DecodeError as error:
         raise MalformedMessageError("not a ProcessingRequest") from error
+    event = _event(message)
+    return Observed(event) if message.observability_mode else event
+
+
+def _event(message: pb.ProcessingRequest) -> Event:
     kind = message.WhichOneof("request")
     protocol = _protocol(message) if message.HasField("protocol_config") else None
     if kind == "response_body":

@@ -1,0 +1,241 @@
+"""One ext_proc stream: an `Exchange`, the decision in the middle of it, and what its response teaches."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from picker.core.director import PrefillSignal, Ticket
+from picker.core.exchange.effects import Anomaly, Answered, Arm, Decide, Effect, Finish, FirstChunk, Report
+from picker.core.exchange.events import RequestBody, ResponseBody, StreamEnded, TimerFired
+from picker.core.exchange.machine import Exchange
+from picker.core.exchange.outcomes import Refused, Routed
+from picker.core.headers import FALLBACKS_WANTED
+from picker.core.scheduling.api import Request
+from picker.core.scheduling.decision import Decision, Reason
+from picker.core.usage import Usage
+from picker.io.extproc.codec import MalformedMessageError, Observed, UnknownMessageError, decode, encode
+from picker.io.extproc.observer import Expected, ObserverStream
+from picker.io.extproc.usage_tap import UsageTap
+from picker.io.rpc import Call, Status
+
+if TYPE_CHECKING:
+    from picker.io.extproc.service import ExtProcService
+
+
+class ExtProcStream:
+    """One stream: bytes in, bytes out, and at the end everything it counted is counted out again."""
+
+    __slots__ = (
+        "_answer",
+        "_buffered",
+        "_call",
+        "_decided_at",
+        "_decision",
+        "_exchange",
+        "_expected",
+        "_fallbacks",
+        "_observer",
+        "_preparing",
+        "_service",
+        "_tap",
+        "_ticket",
+        "_timer",
+    )
+
+    def __init__(self, service: ExtProcService, call: Call) -> None:
+        settings = service.settings
+        self._service = service
+        self._call = call
+        self._exchange = Exchange(
+            max_body_bytes=settings.max_body_bytes,
+            assumed_request_body=settings.assumed_request_body,
+            mode_grace_seconds=settings.mode_grace_seconds,
+            wants_response_body=settings.learn_usage,
+        )
+        self._fallbacks = _fallbacks(call.metadata.get(FALLBACKS_WANTED))
+        self._ticket: Ticket | None = None
+        self._decision: Decision | None = None
+        self._decided_at = 0.0
+        self._buffered = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._preparing: asyncio.Future[Mapping[str, Any]] | None = None
+        self._answer: Answered | None = None
+        self._tap: UsageTap | None = None
+        self._expected: Expected | None = None
+        self._observer: ObserverStream | None = None
+        service.open_streams += 1
+
+    def message(self, data: bytes) -> None:
+        try:
+            event = decode(data)
+        except UnknownMessageError as error:
+            self._service.telemetry.anomaly(Anomaly.UNEXPECTED_MESSAGE, str(error))
+            return
+        except MalformedMessageError as error:
+            # Envoy waits for an answer to each message. None is possible to this one, so that it has to give up.
+            self._service.telemetry.anomaly(Anomaly.MALFORMED_MESSAGE, str(error))
+            self._call.finish(Status.INVALID_ARGUMENT, str(error))
+            return
+        kind = type(event)
+        if kind is RequestBody:
+            self._count(len(event.data))  # type: ignore[union-attr]
+        elif kind is Observed:
+            self._observe(event)  # type: ignore[arg-type]
+            return
+        elif kind is ResponseBody and self._answer is not None and event.data:  # type: ignore[union-attr]
+            self._read_usage(event.data)  # type: ignore[union-attr]
+        self._run(self._exchange.receive(event))  # type: ignore[arg-type]
+
+    def half_closed(self) -> None:
+        self._prepare_no_more()
+        self._run(self._exchange.receive(StreamEnded()))
+        self._call.finish()
+
+    def closed(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._prepare_no_more()
+        self._run(self._exchange.receive(StreamEnded()))
+        if self._observer is not None:
+            self._service.afterwards.add(self._observer.end)
+        self._service.buffered_bytes -= self._buffered
+        self._service.open_streams -= 1
+
+    def _count(self, size: int) -> None:
+        """Count body bytes that wait for their end; past the limit of all streams, wait no longer."""
+        self._buffered += size
+        self._service.buffered_bytes += size
+        if self._service.buffered_bytes > self._service.settings.max_buffered_bytes:
+            self._exchange.limit_body(self._buffered - 1)
+
+    def _run(self, effects: tuple[Effect, ...]) -> None:
+        send, afterwards = self._call.send, self._service.afterwards.add
+        for effect in effects:
+            kind = type(effect)
+            if kind is Decide:
+                self._prepare_or_decide(effect)  # type: ignore[arg-type]
+            elif kind is Answered:
+                self._answered(effect)  # type: ignore[arg-type]
+            elif kind is FirstChunk:
+                afterwards(self._prefilled)
+            elif kind is Finish:
+                afterwards(self._learn, effect)
+            elif kind is Report:
+                self._service.telemetry.anomaly(effect.anomaly, "")  # type: ignore[union-attr]
+            elif kind is Arm:
+                self._timer = asyncio.get_running_loop().call_later(effect.seconds, self._timer_fired)  # type: ignore[union-attr]
+            else:
+                send(encode(effect))  # type: ignore[arg-type]
+
+    def _timer_fired(self) -> None:
+        self._timer = None
+        self._run(self._exchange.receive(TimerFired()))
+
+    def _prepare_or_decide(self, asked: Decide) -> None:
+        prepared = self._service.prepare(asked)
+        if prepared is None:
+            self._run(self._decide(asked))
+            return
+        request, preparing = prepared
+        self._preparing = asyncio.ensure_future(preparing)
+        self._preparing.add_done_callback(partial(self._prepared, asked, request))
+
+    def _prepared(self, asked: Decide, request: Request, preparing: asyncio.Future[Mapping[str, Any]]) -> None:
+        if preparing.cancelled():
+            return
+        self._preparing = None
+        error = preparing.exception()
+        if error is None:
+            request = msgspec.structs.replace(request, prepared=preparing.result())
+        else:
+            self._service.telemetry.failed("prepare", error)
+        self._run(self._decide(asked, request))
+
+    def _prepare_no_more(self) -> None:
+        """Nobody waits for the decision any more."""
+        if self._preparing is not None:
+            self._preparing.cancel()
+            self._preparing = None
+
+    def _decide(self, asked: Decide, request: Request | None = None) -> tuple[Effect, ...]:
+        service = self._service
+        decision = service.decide(asked, self._fallbacks, request)
+        service.buffered_bytes -= self._buffered
+        self._buffered = 0
+        if decision.reason is Reason.ROUTED:
+            self._decision = decision
+            self._decided_at = service.director.now()
+            self._ticket = service.route(decision)
+            if service.observations.seen and service.settings.learn_usage:
+                request = decision.request
+                self._expected = service.observations.expect(request.request_id, request.path, self._prefilled)
+            outcome: Routed | Refused = Routed(",".join(decision.destinations))
+        else:
+            outcome = service.refuse(decision)
+        effects = self._exchange.decided(outcome)
+        service.afterwards.add(service.telemetry.decided, decision)
+        return effects
+
+    def _answered(self, answered: Answered) -> None:
+        service = self._service
+        if service.settings.learn_usage:
+            self._answer = answered
+        service.afterwards.add(self._tell_answered, answered.status)
+
+    def _tell_answered(self, status: int | None) -> None:
+        if self._ticket is not None:
+            try:
+                self._ticket.answered(status, self._service.director.now())
+            except Exception as error:  # noqa: BLE001  a response never fails because learning from it did
+                self._service.telemetry.failed("learn", error)
+
+    def _read_usage(self, data: bytes) -> None:
+        service, answer, decision = self._service, self._answer, self._decision
+        if self._tap is None and answer is not None and decision is not None:
+            path = decision.request.path
+            outcomes, telemetry = service.usage_outcomes, service.telemetry
+            self._tap = UsageTap(answer.content_type, answer.content_encoding, path, outcomes, telemetry)
+        if self._tap is not None:
+            service.afterwards.add(self._tap.feed, data)
+
+    def _prefilled(self) -> None:
+        if self._ticket is not None:
+            try:
+                self._ticket.prefilled(self._service.director.now(), PrefillSignal.RESPONSE_BODY)
+            except Exception as error:  # noqa: BLE001  a response never fails because learning from it did
+                self._service.telemetry.failed("learn", error)
+
+    def _learn(self, finish: Finish) -> None:
+        usage = None if self._tap is None else self._tap.result()
+        if self._expected is None or self._decision is None:
+            self._learn_usage(finish, usage, None)
+        else:
+            learn = partial(self._learn_usage, finish, usage)
+            self._service.observations.over(self._decision.request.request_id, self._expected, learn)
+
+    def _learn_usage(self, finish: Finish, read: Usage | None, observed: Usage | None) -> None:
+        ticket, decision = self._ticket, self._decision
+        self._ticket = self._decision = None
+        if ticket is not None:
+            try:
+                ticket.finish(finish, read or observed)
+            except Exception as error:  # noqa: BLE001  a response never fails because learning from it did
+                self._service.telemetry.failed("learn", error)
+        if decision is not None:
+            seconds = self._service.director.now() - self._decided_at
+            self._service.telemetry.finished(decision, finish, seconds)
+
+    def _observe(self, observed: Observed) -> None:
+        if self._observer is None:
+            self._observer = ObserverStream(self._service.observations)
+        self._service.afterwards.add(self._observer.receive, observed.event)
+
+
+def _fallbacks(wanted: str | None) -> int | None:
+    """How many fallback endpoints this Envoy can use, where it says so."""
+    return int(wanted) if wanted is not None and wanted.isdecimal() and len(wanted) < 4 else None
