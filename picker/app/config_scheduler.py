@@ -14,6 +14,7 @@ from msgspec import Meta, Struct
 from picker.core.plugins.args import NoArgs
 from picker.core.plugins.profiles import PROFILES, Profile, ProfileName
 from picker.core.plugins.registry import PLUGINS, SchedulerSpec
+from picker.core.scheduling.disaggregation import DisaggregationSettings
 from picker.core.strict import Findings, child, decode, suggest
 
 _FILTERS = frozenset(name for name, plugin in PLUGINS.items() if plugin.filter)
@@ -129,6 +130,8 @@ class SchedulerConfig(Struct, frozen=True, rename="camel"):
     """Arguments of plugins, each entry with a `name` and `args`."""
     plugins: Plugins = Plugins()
     """Which plugins are used."""
+    disaggregation: DisaggregationSettings = DisaggregationSettings()
+    """Prefill and decode on endpoints of their own."""
 
 
 def settle(config: SchedulerConfig, path: str, findings: Findings) -> tuple[SchedulerConfig, SchedulerSpec]:
@@ -172,9 +175,12 @@ def settle(config: SchedulerConfig, path: str, findings: Findings) -> tuple[Sche
             msgspec.structs.replace(config.plugins.filter, enabled=filters),
             msgspec.structs.replace(config.plugins.score, enabled=enabled),
         ),
+        config.disaggregation,
     )
     weights = tuple((entry.name, entry.weight) for entry in enabled)
-    return settled, SchedulerSpec(filters, weights, {name: entry.args for name, entry in by_name.items()}, producers)
+    return settled, SchedulerSpec(
+        filters, weights, {name: entry.args for name, entry in by_name.items()}, producers, config.disaggregation
+    )
 
 
 def _producers(scorers: Iterable[str], configured: Iterable[str], profile: Profile) -> tuple[str, ...]:

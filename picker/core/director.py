@@ -14,7 +14,7 @@ from math import isnan
 from typing import Any
 
 from picker.core.endpoints import Endpoint, EndpointTable
-from picker.core.exchange.effects import BodyState, Decide, Finish
+from picker.core.exchange.effects import BodyState, Decide, Finish, LearnedOn
 from picker.core.headers import REQUEST_ID
 from picker.core.prompts import Prompt, Unused, parse
 from picker.core.scheduling.api import Learning, Preparation, Request, Rng, Timer
@@ -121,13 +121,13 @@ class Director:
 
     def route(self, decision: Decision) -> Ticket:
         """Make a routed decision count: one more in flight, its tokens queued, its blocks visible to the next decision."""
-        slot = decision.slot
-        learnings = [match.picked(slot) for match in decision.matches.values()]
-        ticket = Ticket(self, decision, slot, self._forgets, learnings)
-        for learning in learnings:
-            if (watch := getattr(learning, "watch", None)) is not None:
-                watch(ticket)
-        return ticket
+        prefill = decision.prefill
+        # What may fail comes first: a pick that cannot be learnt is not counted.
+        apart = None if prefill is None else [match.picked(prefill.slot) for match in decision.matches.values()]
+        learnings = [match.picked(decision.slot) for match in decision.matches.values()]
+        self.in_flight += 1
+        there = None if prefill is None or apart is None else Ticket(self, prefill, self._forgets, apart)
+        return Ticket(self, decision, self._forgets, learnings, there)
 
     def replace_endpoints(self, endpoints: Iterable[Endpoint]) -> tuple[int, int]:
         """Make these the endpoints; returns how many came and went. What went is forgotten everywhere.
@@ -164,7 +164,11 @@ class Director:
 
 
 class Ticket:
-    """One request on its way: a count in flight, tokens to compute, and what was learnt for the time being."""
+    """One request on its way: a count in flight, tokens to compute, and what was learnt for the time being.
+
+    A request whose prompt is computed apart has a ticket within its ticket: the tokens are the prefill endpoint's, and
+    its own count ends with the prefill.
+    """
 
     __slots__ = (
         "_answered",
@@ -172,6 +176,7 @@ class Ticket:
         "_generation",
         "_learnings",
         "_picked_at",
+        "_prefill",
         "_queued_before",
         "_request",
         "_routed_after",
@@ -181,25 +186,33 @@ class Ticket:
     )
 
     def __init__(
-        self, director: Director, decision: Decision, slot: int, routed_after: int, learnings: Sequence[Learning]
+        self,
+        director: Director,
+        decision: Decision,
+        routed_after: int,
+        learnings: Sequence[Learning],
+        prefill: Ticket | None = None,
     ) -> None:
-        table = director.table
+        table, slot = director.table, decision.slot
         self._director = director
         self._slot = slot
+        self._prefill = prefill
         self._generation = table.generation[slot]
         self._routed_after = routed_after
         self._learnings = learnings
         self._request = decision.request
         self._picked_at = decision.request.now
         self._answered = False
-        self._work = self._tokens = decision.tokens
+        self._work = self._tokens = decision.tokens if prefill is None else 0.0
         self._queued_before = 0.0
-        director.in_flight += 1
         table.in_flight[slot] += 1
         table.health.sent(slot, self._picked_at)
         if self._tokens:
             self._queued_before = table.queued_tokens.item(slot)
             table.queued_tokens[slot] += self._tokens
+        for learning in learnings:
+            if (watch := getattr(learning, "watch", None)) is not None:
+                watch(self)
 
     @property
     def _alive(self) -> bool:
@@ -230,6 +243,11 @@ class Ticket:
 
     def prefilled(self, now: float, signal: PrefillSignal) -> None:
         """The prompt is computed. The first signal counts, further ones do nothing."""
+        if self._prefill is not None:
+            self._prefill.prefilled(now, signal)
+            if signal is not PrefillSignal.END:
+                self._end_prefill(success=True, now=now)
+            return
         if not self._work:
             return
         table, slot = self._director.table, self._slot
@@ -261,11 +279,20 @@ class Ticket:
         What is kept belongs to the endpoint that served, wherever the pick went. An endpoint that is gone, that was
         never ours, that came later, or whose engine restarted meanwhile, learns nothing.
         """
+        self._director.in_flight -= 1
+        self._settle(finish, usage, self._director.now())
+
+    def _end_prefill(self, *, success: bool, now: float) -> None:
+        """The prefill endpoint has done its part, or will never."""
+        prefill, self._prefill = self._prefill, None
+        if prefill is not None:
+            prefill._settle(Finish(success, LearnedOn.RESPONSE_BODY, None, None), None, now)  # noqa: SLF001  of its own kind
+
+    def _settle(self, finish: Finish, usage: Usage | None, now: float) -> None:
         director = self._director
         table = director.table
-        director.in_flight -= 1
-        now = director.now()
         self.prefilled(now, PrefillSignal.END)
+        self._end_prefill(success=finish.success, now=now)
         alive = self._alive
         if alive:
             if finish.success:

@@ -115,6 +115,8 @@ class EndpointTable:
         self._most_waiting: float | None = None
         self.slots: Slots = np.zeros(0, np.intp)
         self.mask = 0
+        self.version = 0
+        """Counts the times that `replace` was called."""
         self.all: tuple[Endpoint, ...] = ()
         """The endpoints of `slots`."""
         self._by_identity: dict[tuple[str, str, str], int] = {}
@@ -168,6 +170,7 @@ class EndpointTable:
                 self._by_place.setdefault(place, []).append(slot)
         self.slots = np.array(sorted(self._by_identity.values()), np.intp)
         self.mask = sum(1 << int(slot) for slot in self.slots)
+        self.version += 1
         self.all = tuple(self.endpoints[slot] for slot in self.slots)
         return added, removed
 

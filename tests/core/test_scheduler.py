@@ -331,6 +331,8 @@ def test_the_view_is_complete():
         "prompt_tokens": 0.0,
         "tokens_from": "",
         "first": "",
+        "prefill_place": "",
+        "prefill_destination": "",
         "destinations": ["10.0.0.1:8000", "10.0.0.3:8000"],
         "filters": [{"filter": "only", "remaining": 3}],
         "step_microseconds": {"parse": 1.0, "prepare": 2.0, "filter": 1.0, "match": 1.0, "score": 1.0, "pick": 1.0},

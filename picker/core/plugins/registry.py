@@ -23,6 +23,7 @@ from picker.core.plugins.random_score import RandomScorer
 from picker.core.plugins.token_cost import NAME as TOKEN_COST
 from picker.core.plugins.token_cost import TokenCostArgs, TokenCostScorer
 from picker.core.scheduling.api import Filter, Producer, Scorer
+from picker.core.scheduling.disaggregation import DisaggregationSettings, PrefillDecode
 from picker.core.scheduling.scheduler import Scheduler
 
 OnEvict = Callable[[str, int], None]
@@ -72,6 +73,7 @@ class SchedulerSpec(Struct, frozen=True):
     args: Mapping[str, Struct] = {}
     producers: tuple[str, ...] = ()
     """Producers that are wanted although no scorer is bound to them."""
+    disaggregation: DisaggregationSettings = DisaggregationSettings()
 
     @property
     def plugins(self) -> frozenset[str]:
@@ -106,4 +108,5 @@ def build_scheduler(spec: SchedulerSpec, previous: Scheduler | None, on_evict: O
         else:
             producers.append(make_producer(args(name), on_evict))
     counts = any(PLUGINS[name].counts_work for name, _ in spec.scorers)
-    return Scheduler(filters, producers, scorers, counts_work=counts), notes
+    apart = PrefillDecode(spec.disaggregation)
+    return Scheduler(filters, producers, scorers, counts_work=counts, disaggregation=apart), notes

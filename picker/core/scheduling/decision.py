@@ -21,6 +21,8 @@ class Reason(StrEnum):
     NO_ENDPOINTS = "no_endpoints"
     NONE_IN_SUBSET = "none_in_subset"
     FILTERED_OUT = "filtered_out"
+    NO_DECODE_ENDPOINT = "no_decode_endpoint"
+    """Every endpoint only computes prompts."""
 
 
 class First(StrEnum):
@@ -30,6 +32,16 @@ class First(StrEnum):
     """The client's session is pinned to it."""
     PROBE = "probe"
     """An endpoint that kept failing is tried again."""
+
+
+class PrefillPlace(StrEnum):
+    """Where a prompt is computed, if some endpoints are there for nothing else."""
+
+    APART = "apart"
+    FEW_TOKENS = "few_tokens"
+    """On the decode endpoint, since little of it is not cached there."""
+    NO_ENDPOINT = "no_endpoint"
+    """On the decode endpoint, since no prefill endpoint could be used."""
 
 
 class PluginScores(Struct, frozen=True, gc=False):
@@ -78,6 +90,9 @@ class Decision(Struct, frozen=True):
     """Tokens per second that each candidate was seen to compute, NaN when it was not; there when `work` is."""
     costing: Costing | None = None
     first: First | None = None
+    prefill_place: PrefillPlace | None = None
+    prefill: Decision | None = None
+    """The choice of the prefill endpoint, when the prompt is computed apart."""
 
     @property
     def destinations(self) -> tuple[str, ...]:
@@ -113,6 +128,8 @@ class Decision(Struct, frozen=True):
             "prompt_tokens": 0.0 if self.work is None else self.work.prompt,
             "tokens_from": "" if self.work is None else self.work.source,
             "first": str(self.first or ""),
+            "prefill_place": str(self.prefill_place or ""),
+            "prefill_destination": "" if self.prefill is None else self.prefill.destinations[0],
             "destinations": list(self.destinations),
             "filters": [{"filter": name, "remaining": remaining} for name, remaining in self.filters],
             "step_microseconds": {name: value / 1000 for name, value in self.steps._asdict().items()},

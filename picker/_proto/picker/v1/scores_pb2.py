@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16picker/v1/scores.proto\x12\tpicker.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\xc1\x01\n\x0e\x45xplainRequest\x12\x10\n\x06prompt\x18\x01 \x01(\tH\x00\x12\x0e\n\x04\x62ody\x18\x02 \x01(\x0cH\x00\x12\x0c\n\x04path\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x37\n\x07headers\x18\x05 \x03(\x0b\x32&.picker.v1.ExplainRequest.HeadersEntry\x1a.\n\x0cHeadersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x07\n\x05input\"\x1d\n\x0cWatchRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\xb3\x03\n\x08\x44\x65\x63ision\x12(\n\x04time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0c\n\x04path\x18\x04 \x01(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x14\n\x0c\x64\x65stinations\x18\x06 \x03(\t\x12+\n\tendpoints\x18\x07 \x03(\x0b\x32\x18.picker.v1.EndpointScore\x12\x44\n\x11step_microseconds\x18\x08 \x03(\x0b\x32).picker.v1.Decision.StepMicrosecondsEntry\x12\x15\n\rprompt_unused\x18\t \x01(\t\x12(\n\x07\x66ilters\x18\n \x03(\x0b\x32\x17.picker.v1.FilterResult\x12\x15\n\rprompt_tokens\x18\x0b \x01(\x01\x12\x13\n\x0btokens_from\x18\x0c \x01(\t\x12\r\n\x05\x66irst\x18\r \x01(\t\x1a\x37\n\x15StepMicrosecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"1\n\x0c\x46ilterResult\x12\x0e\n\x06\x66ilter\x18\x01 \x01(\t\x12\x11\n\tremaining\x18\x02 \x01(\r\"\xfa\x01\n\rEndpointScore\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05total\x18\x04 \x01(\x01\x12\'\n\x07plugins\x18\x05 \x03(\x0b\x32\x16.picker.v1.PluginScore\x12\x0c\n\x04rank\x18\x06 \x01(\r\x12\x11\n\tin_flight\x18\x07 \x01(\r\x12\x17\n\x0funcached_tokens\x18\x08 \x01(\x01\x12\x15\n\rqueued_tokens\x18\t \x01(\x01\x12\x13\n\x0b\x63ost_tokens\x18\n \x01(\x01\x12\x19\n\x11\x63ost_milliseconds\x18\x0b \x01(\x01\"j\n\x0bPluginScore\x12\x0e\n\x06plugin\x18\x01 \x01(\t\x12\r\n\x05score\x18\x02 \x01(\x01\x12\x0e\n\x06weight\x18\x03 \x01(\x01\x12\x0f\n\x07matched\x18\x04 \x01(\x04\x12\r\n\x05total\x18\x05 \x01(\x04\x12\x0c\n\x04unit\x18\x06 \x01(\t2|\n\x06Scores\x12\x39\n\x07\x45xplain\x12\x19.picker.v1.ExplainRequest\x1a\x13.picker.v1.Decision\x12\x37\n\x05Watch\x12\x17.picker.v1.WatchRequest\x1a\x13.picker.v1.Decision0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16picker/v1/scores.proto\x12\tpicker.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\xc1\x01\n\x0e\x45xplainRequest\x12\x10\n\x06prompt\x18\x01 \x01(\tH\x00\x12\x0e\n\x04\x62ody\x18\x02 \x01(\x0cH\x00\x12\x0c\n\x04path\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x37\n\x07headers\x18\x05 \x03(\x0b\x32&.picker.v1.ExplainRequest.HeadersEntry\x1a.\n\x0cHeadersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x07\n\x05input\"\x1d\n\x0cWatchRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\xe7\x03\n\x08\x44\x65\x63ision\x12(\n\x04time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0c\n\x04path\x18\x04 \x01(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x14\n\x0c\x64\x65stinations\x18\x06 \x03(\t\x12+\n\tendpoints\x18\x07 \x03(\x0b\x32\x18.picker.v1.EndpointScore\x12\x44\n\x11step_microseconds\x18\x08 \x03(\x0b\x32).picker.v1.Decision.StepMicrosecondsEntry\x12\x15\n\rprompt_unused\x18\t \x01(\t\x12(\n\x07\x66ilters\x18\n \x03(\x0b\x32\x17.picker.v1.FilterResult\x12\x15\n\rprompt_tokens\x18\x0b \x01(\x01\x12\x13\n\x0btokens_from\x18\x0c \x01(\t\x12\r\n\x05\x66irst\x18\r \x01(\t\x12\x15\n\rprefill_place\x18\x0e \x01(\t\x12\x1b\n\x13prefill_destination\x18\x0f \x01(\t\x1a\x37\n\x15StepMicrosecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"1\n\x0c\x46ilterResult\x12\x0e\n\x06\x66ilter\x18\x01 \x01(\t\x12\x11\n\tremaining\x18\x02 \x01(\r\"\xfa\x01\n\rEndpointScore\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05total\x18\x04 \x01(\x01\x12\'\n\x07plugins\x18\x05 \x03(\x0b\x32\x16.picker.v1.PluginScore\x12\x0c\n\x04rank\x18\x06 \x01(\r\x12\x11\n\tin_flight\x18\x07 \x01(\r\x12\x17\n\x0funcached_tokens\x18\x08 \x01(\x01\x12\x15\n\rqueued_tokens\x18\t \x01(\x01\x12\x13\n\x0b\x63ost_tokens\x18\n \x01(\x01\x12\x19\n\x11\x63ost_milliseconds\x18\x0b \x01(\x01\"j\n\x0bPluginScore\x12\x0e\n\x06plugin\x18\x01 \x01(\t\x12\r\n\x05score\x18\x02 \x01(\x01\x12\x0e\n\x06weight\x18\x03 \x01(\x01\x12\x0f\n\x07matched\x18\x04 \x01(\x04\x12\r\n\x05total\x18\x05 \x01(\x04\x12\x0c\n\x04unit\x18\x06 \x01(\t2|\n\x06Scores\x12\x39\n\x07\x45xplain\x12\x19.picker.v1.ExplainRequest\x1a\x13.picker.v1.Decision\x12\x37\n\x05Watch\x12\x17.picker.v1.WatchRequest\x1a\x13.picker.v1.Decision0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,15 +43,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WATCHREQUEST']._serialized_start=266
   _globals['_WATCHREQUEST']._serialized_end=295
   _globals['_DECISION']._serialized_start=298
-  _globals['_DECISION']._serialized_end=733
-  _globals['_DECISION_STEPMICROSECONDSENTRY']._serialized_start=678
-  _globals['_DECISION_STEPMICROSECONDSENTRY']._serialized_end=733
-  _globals['_FILTERRESULT']._serialized_start=735
-  _globals['_FILTERRESULT']._serialized_end=784
-  _globals['_ENDPOINTSCORE']._serialized_start=787
-  _globals['_ENDPOINTSCORE']._serialized_end=1037
-  _globals['_PLUGINSCORE']._serialized_start=1039
-  _globals['_PLUGINSCORE']._serialized_end=1145
-  _globals['_SCORES']._serialized_start=1147
-  _globals['_SCORES']._serialized_end=1271
+  _globals['_DECISION']._serialized_end=785
+  _globals['_DECISION_STEPMICROSECONDSENTRY']._serialized_start=730
+  _globals['_DECISION_STEPMICROSECONDSENTRY']._serialized_end=785
+  _globals['_FILTERRESULT']._serialized_start=787
+  _globals['_FILTERRESULT']._serialized_end=836
+  _globals['_ENDPOINTSCORE']._serialized_start=839
+  _globals['_ENDPOINTSCORE']._serialized_end=1089
+  _globals['_PLUGINSCORE']._serialized_start=1091
+  _globals['_PLUGINSCORE']._serialized_end=1197
+  _globals['_SCORES']._serialized_start=1199
+  _globals['_SCORES']._serialized_end=1323
 # @@protoc_insertion_point(module_scope)

@@ -37,7 +37,7 @@ class WatchRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ...) -> None: ...
 
 class Decision(_message.Message):
-    __slots__ = ("time", "request_id", "model", "path", "reason", "destinations", "endpoints", "step_microseconds", "prompt_unused", "filters", "prompt_tokens", "tokens_from", "first")
+    __slots__ = ("time", "request_id", "model", "path", "reason", "destinations", "endpoints", "step_microseconds", "prompt_unused", "filters", "prompt_tokens", "tokens_from", "first", "prefill_place", "prefill_destination")
     class StepMicrosecondsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +58,8 @@ class Decision(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FROM_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_PLACE_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_DESTINATION_FIELD_NUMBER: _ClassVar[int]
     time: _timestamp_pb2.Timestamp
     request_id: str
     model: str
@@ -71,7 +73,9 @@ class Decision(_message.Message):
     prompt_tokens: float
     tokens_from: str
     first: str
-    def __init__(self, time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., request_id: _Optional[str] = ..., model: _Optional[str] = ..., path: _Optional[str] = ..., reason: _Optional[str] = ..., destinations: _Optional[_Iterable[str]] = ..., endpoints: _Optional[_Iterable[_Union[EndpointScore, _Mapping]]] = ..., step_microseconds: _Optional[_Mapping[str, float]] = ..., prompt_unused: _Optional[str] = ..., filters: _Optional[_Iterable[_Union[FilterResult, _Mapping]]] = ..., prompt_tokens: _Optional[float] = ..., tokens_from: _Optional[str] = ..., first: _Optional[str] = ...) -> None: ...
+    prefill_place: str
+    prefill_destination: str
+    def __init__(self, time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., request_id: _Optional[str] = ..., model: _Optional[str] = ..., path: _Optional[str] = ..., reason: _Optional[str] = ..., destinations: _Optional[_Iterable[str]] = ..., endpoints: _Optional[_Iterable[_Union[EndpointScore, _Mapping]]] = ..., step_microseconds: _Optional[_Mapping[str, float]] = ..., prompt_unused: _Optional[str] = ..., filters: _Optional[_Iterable[_Union[FilterResult, _Mapping]]] = ..., prompt_tokens: _Optional[float] = ..., tokens_from: _Optional[str] = ..., first: _Optional[str] = ..., prefill_place: _Optional[str] = ..., prefill_destination: _Optional[str] = ...) -> None: ...
 
 class FilterResult(_message.Message):
     __slots__ = ("filter", "remaining")
