@@ -86,12 +86,12 @@ async def test_a_stalled_redis_costs_the_budget_a_few_times_and_heals(redis_serv
         started = loop.time()
         assert await reader.lookup("m", [1], PODS) is None
         assert loop.time() - started < 1
-    assert reader.circuit.state(loop.time()) is CircuitState.OPEN
+    assert reader.client.circuit.state(loop.time()) is CircuitState.OPEN
     for _ in range(1000):
         assert await reader.lookup("m", [1], PODS) is None
     assert reader.outcomes[Lookup.TIMEOUT] == 3
     assert reader.outcomes[Lookup.CIRCUIT_OPEN] == 1000
-    await until(lambda: reader.circuit.opened >= 2)
+    await until(lambda: reader.client.circuit.opened >= 2)
     redis_server.resume()
     await until(lambda: reader.connected)
     assert (await reader.lookup("m", [1], PODS)).groups == [(1, 1)]
