@@ -68,6 +68,7 @@ def test_everyone_does_what_its_role_allows(roles, seed):
     assert ROLES[roles[decision.prefill.slot]][0]
     assert decision.prefill.slot != decision.slot
     assert decision.prefill.prefill is None
+    assert decision.headers == (("x-prefiller-host-port", decision.prefill.destinations[0].encode()),)
 
 
 def test_a_prompt_of_few_tokens_is_computed_where_it_is_continued():

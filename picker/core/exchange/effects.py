@@ -21,21 +21,24 @@ class HeadersReply(Struct, frozen=True, gc=False):
     """Answers a headers message.
 
     `destination` becomes the destination header (overwriting the client's) and the same dynamic metadata; its name is
-    never in `remove_headers` too. `modes` asks Envoy for these body modes, which it grants where it is configured to.
+    never in `remove_headers` too, nor are those of `set_headers`, which overwrite the client's. `modes` asks Envoy for these body modes, which it grants where it is configured to.
     """
 
     side: Side
     remove_headers: tuple[str, ...] = ()
     destination: str | None = None
     modes: ProtocolConfig | None = None
+    set_headers: tuple[tuple[str, bytes], ...] = ()
 
 
 class BodyReply(Struct, frozen=True, gc=False):
-    """Answers a body message in every mode but full duplex; the body passes unchanged. Fields as in HeadersReply."""
+    """Answers a body message in every mode but full duplex; `body` replaces the body. Further fields as in HeadersReply."""
 
     side: Side
     remove_headers: tuple[str, ...] = ()
     destination: str | None = None
+    set_headers: tuple[tuple[str, bytes], ...] = ()
+    body: bytes | None = None
 
 
 class StreamedBody(Struct, frozen=True, gc=False):

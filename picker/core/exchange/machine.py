@@ -148,8 +148,8 @@ class Exchange:
             return (Immediate(outcome.status, outcome.body, outcome.headers, outcome.details),)
         self._response.routed = self._destination_sent = True
         if state is State.DECIDING:
-            return self._answer_owed(outcome.destination)
-        return self._flush(outcome.destination)
+            return self._answer_owed(outcome)
+        return self._flush(outcome)
 
     def _enter(self, state: State) -> None:
         self.state = state
@@ -260,20 +260,21 @@ class Exchange:
             headers = {name: value for name, value in headers.items() if name not in CLIENT_FORBIDDEN}
         return (Decide(headers, body, body_state, self._mode, self._subset),)
 
-    def _answer_owed(self, destination: str) -> Effects:
+    def _answer_owed(self, routed: Routed) -> Effects:
         (first, *rest), self._owed = self._owed, []
         self._enter(State.SETTLED if self._mode is _DUPLEX else State.PASSING)
         if type(first) is HeadersReply:
-            return (self._headers_with(destination), *rest)
+            return (self._headers_with(routed), *rest)
         if type(first) is BodyReply:
-            return (BodyReply(Side.REQUEST, destination=destination), *rest)
-        return (TrailersReply(Side.REQUEST, destination), *rest)
+            return (BodyReply(Side.REQUEST, (), routed.destination, routed.set_headers, routed.body), *rest)
+        return (TrailersReply(Side.REQUEST, routed.destination), *rest)
 
-    def _headers_with(self, destination: str) -> HeadersReply:
+    def _headers_with(self, routed: Routed) -> HeadersReply:
         control = self._control
-        if DESTINATION in control:
-            control = tuple(name for name in control if name != DESTINATION)
-        return HeadersReply(Side.REQUEST, control, destination, self._modes_wanted)
+        if control:
+            ours = {DESTINATION, *(name for name, _ in routed.set_headers)}
+            control = tuple(name for name in control if name not in ours)
+        return HeadersReply(Side.REQUEST, control, routed.destination, self._modes_wanted, routed.set_headers)
 
     def _owe_body(self, event: RequestBody) -> Effects:
         if self._mode is not _DUPLEX:
@@ -367,11 +368,13 @@ class Exchange:
         self._trailers_seen = True
         return _NOTHING
 
-    def _flush(self, destination: str) -> Effects:
+    def _flush(self, routed: Routed) -> Effects:
         """The headers answer, everything kept of the body, and trailers if they ended it."""
         over = self._body_over and not self._trailers_seen
-        effects: list[Effect] = [self._headers_with(destination)]
+        effects: list[Effect] = [self._headers_with(routed)]
         chunks, self._chunks = self._chunks, []
+        if routed.body is not None and self._body_over:
+            chunks = [routed.body]
         if over and not chunks:
             chunks = [b""]
         last = len(chunks) - 1

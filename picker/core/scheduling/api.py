@@ -44,6 +44,8 @@ class Request(Struct, frozen=True, gc=False):
     parsed: int = 0
     body_bytes: int = 0
     bytes_per_token: float = 4.0
+    session: str = ""
+    """The key that its sticky session is bound under; "" when it has none, or sessions do not stick."""
 
     @property
     def now(self) -> float:

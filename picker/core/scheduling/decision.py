@@ -90,6 +90,8 @@ class Decision(Struct, frozen=True):
     """Tokens per second that each candidate was seen to compute, NaN when it was not; there when `work` is."""
     costing: Costing | None = None
     first: First | None = None
+    headers: tuple[tuple[str, bytes], ...] = ()
+    """Request headers that tell the destination what was decided for it."""
     prefill_place: PrefillPlace | None = None
     prefill: Decision | None = None
     """The choice of the prefill endpoint, when the prompt is computed apart."""

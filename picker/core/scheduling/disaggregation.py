@@ -105,7 +105,13 @@ class PrefillDecode:
             return msgspec.structs.replace(decision, prefill_place=PrefillPlace.NO_ENDPOINT)
         group = roles.group[decision.slot]
         order = tuple(at for at in decision.order if roles.group[int(decision.slots[at])] == group)
-        return msgspec.structs.replace(decision, order=order, prefill=prefill, prefill_place=PrefillPlace.APART)
+        return msgspec.structs.replace(
+            decision,
+            order=order,
+            headers=((self.settings.header, prefill.destinations[0].encode()),),
+            prefill=prefill,
+            prefill_place=PrefillPlace.APART,
+        )
 
     def _prefill(
         self,

@@ -98,7 +98,9 @@ def encode(reply: Reply) -> bytes:
         return _streamed(reply)  # type: ignore[arg-type]
     if kind is Immediate:
         return _immediate(reply).SerializeToString()  # type: ignore[arg-type]
-    return _mutation(reply)
+    if kind is BodyReply and reply.body is not None:  # type: ignore[union-attr]  # too large to be remembered
+        return _encode(reply)  # type: ignore[arg-type]
+    return _known(reply)
 
 
 def _streamed(reply: StreamedBody) -> bytes:
@@ -119,9 +121,7 @@ def _immediate(reply: Immediate) -> pb.ProcessingResponse:
     return message
 
 
-@lru_cache(maxsize=4096)
-def _mutation(reply: HeadersReply | BodyReply | TrailersReply) -> bytes:
-    """Most answers change nothing or name one of few destinations, so that their bytes are there already."""
+def _encode(reply: HeadersReply | BodyReply | TrailersReply) -> bytes:
     message = pb.ProcessingResponse()
     if isinstance(reply, TrailersReply):
         (message.request_trailers if reply.side is Side.REQUEST else message.response_trailers).SetInParent()
@@ -136,11 +136,18 @@ def _mutation(reply: HeadersReply | BodyReply | TrailersReply) -> bytes:
     if reply.remove_headers:
         answer.response.header_mutation.remove_headers.extend(reply.remove_headers)
     if reply.destination is not None:
-        _set(answer.response.header_mutation, ((DESTINATION, reply.destination.encode()),))
+        _set(answer.response.header_mutation, ((DESTINATION, reply.destination.encode()), *reply.set_headers))
         _steer(message, reply.destination)
+    if isinstance(reply, BodyReply) and reply.body is not None:
+        answer.response.body_mutation.body = reply.body
+        _set(answer.response.header_mutation, (("content-length", b"%d" % len(reply.body)),))
     if isinstance(reply, HeadersReply) and reply.modes is not None:
         message.mode_override.CopyFrom(_override(reply.modes))
     return message.SerializeToString()
+
+
+_known = lru_cache(maxsize=4096)(_encode)
+"""Most answers change nothing or name one of few destinations, so that their bytes are there already."""
 
 
 def _steer(message: pb.ProcessingResponse, destination: str | None) -> None:

@@ -19,6 +19,7 @@ from picker.core.telemetry import Telemetry
 from picker.io.extproc.afterwards import Afterwards
 from picker.io.extproc.observer import Observations
 from picker.io.extproc.stream import ExtProcStream
+from picker.io.preparing import together
 from picker.io.rpc import Call, HandlerFactory
 
 METHOD = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
@@ -26,6 +27,7 @@ METHOD = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 _REFUSALS = {
     Reason.NO_ENDPOINTS: (503, "no endpoint is known; check discovery"),
     Reason.NONE_IN_SUBSET: (503, "no known endpoint is in the subset that the gateway allows"),
+    Reason.NO_DECODE_ENDPOINT: (503, "every endpoint only computes prompts; add endpoints that generate"),
     Reason.FILTERED_OUT: (429, "every endpoint is saturated; try again later"),
 }
 
@@ -80,7 +82,7 @@ class ExtProcService:
 
     def prepare(self, asked: Decide) -> tuple[Request, Awaitable[Mapping[str, Any]]] | None:
         """Read a request that has to be prepared, and return it with what does that; None when nothing does."""
-        if self.director.preparation is None:
+        if not self.director.prepares:
             return None
         try:
             request = self.director.read(asked)
@@ -88,7 +90,7 @@ class ExtProcService:
         except Exception as error:  # noqa: BLE001  a request never fails because preparing its decision did
             self.telemetry.failed("prepare", error)
             return None
-        return None if preparing is None else (request, preparing)
+        return (request, together(preparing)) if preparing else None
 
     def decide(self, asked: Decide, fallbacks: int | None, request: Request | None = None) -> Decision:
         """Decide; should anything unexpected go wrong in it, decide again by nothing but in-flight counts."""

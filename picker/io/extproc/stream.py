@@ -174,7 +174,7 @@ class ExtProcStream:
             if service.observations.seen and service.settings.learn_usage:
                 request = decision.request
                 self._expected = service.observations.expect(request.request_id, request.path, self._prefilled)
-            outcome: Routed | Refused = Routed(",".join(decision.destinations))
+            outcome: Routed | Refused = Routed(",".join(decision.destinations), decision.headers)
         else:
             outcome = service.refuse(decision)
         effects = self._exchange.decided(outcome)
