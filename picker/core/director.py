@@ -20,6 +20,7 @@ from picker.core.prompts import Prompt, Unused, parse
 from picker.core.scheduling.api import Learning, Preparation, Request, Rng, Timer
 from picker.core.scheduling.decision import Decision
 from picker.core.scheduling.scheduler import Scheduler
+from picker.core.sticky import StickySessions
 from picker.core.token_ratio import TokenRatio
 from picker.core.usage import Usage
 
@@ -57,6 +58,8 @@ class Director:
         self.fallbacks = fallbacks
         self.preparation: Preparation | None = None
         """Set while a producer in force needs one."""
+        self.sticky: StickySessions | None = None
+        """Set while sessions stick to endpoints."""
         self.decision_seconds = 0.1
         self._rng = rng
         self._timer = timer
@@ -78,6 +81,7 @@ class Director:
             else parse(path, asked.body, content_encoding=headers.get("content-encoding", b""))
         )
         request_id = headers.get(REQUEST_ID, b"").decode("latin-1")
+        session = "" if self.sticky is None else self.sticky.session(headers, prompt.model)
         return Request(
             request_id,
             path,
@@ -86,17 +90,25 @@ class Director:
             parsed=self._timer(),
             body_bytes=len(asked.body),
             bytes_per_token=self.token_ratio.of(prompt.model),
+            session=session,
         )
 
     def now(self) -> float:
         """Monotonic seconds, of the clock of `Request.now`."""
         return self._timer() / 1e9
 
-    def prepare(self, asked: Decide, request: Request) -> Awaitable[Mapping[str, Any]] | None:
-        """Return what will give `Request.prepared` within `decision_seconds`; None when there is nothing to wait for."""
-        if self.preparation is None or request.prompt.unused is not None:
-            return None
-        return self.preparation.begin(asked, request, self.decision_seconds)
+    @property
+    def prepares(self) -> bool:
+        """Whether any decision may have to wait for something."""
+        return self.preparation is not None or (self.sticky is not None and self.sticky.lookup is not None)
+
+    def prepare(self, asked: Decide, request: Request) -> list[Awaitable[Mapping[str, Any]]]:
+        """Return what will give, within `decision_seconds`, all of `Request.prepared`; empty: there is nothing to wait for."""
+        preparations = [self.preparation] if self.preparation is not None and request.prompt.unused is None else []
+        if request.session and self.sticky is not None and self.sticky.lookup is not None:
+            preparations.append(self.sticky.lookup)
+        begun = (preparation.begin(asked, request, self.decision_seconds) for preparation in preparations)
+        return [preparing for preparing in begun if preparing is not None]
 
     def decide(self, asked: Decide, fallbacks: int | None = None, request: Request | None = None) -> Decision:
         """Decide without any side effect. `fallbacks` limits those of the configuration; `request` was read before."""
@@ -110,6 +122,7 @@ class Director:
 
     def _decide(self, scheduler: Scheduler, request: Request, asked: Decide, fallbacks: int | None) -> Decision:
         most = self.fallbacks if fallbacks is None else min(fallbacks, self.fallbacks)
+        pinned = self.sticky.pinned(request, self.table) if request.session and self.sticky is not None else None
         return scheduler.decide(
             request,
             self.table,
@@ -117,6 +130,7 @@ class Director:
             fallbacks=most,
             rng=self._rng,
             timer=self._timer,
+            pinned=pinned,
         )
 
     def route(self, decision: Decision) -> Ticket:
@@ -125,6 +139,8 @@ class Director:
         # What may fail comes first: a pick that cannot be learnt is not counted.
         apart = None if prefill is None else [match.picked(prefill.slot) for match in decision.matches.values()]
         learnings = [match.picked(decision.slot) for match in decision.matches.values()]
+        if self.sticky is not None and (pin := self.sticky.bind(decision, self.table)) is not None:
+            learnings.append(pin)
         self.in_flight += 1
         there = None if prefill is None or apart is None else Ticket(self, prefill, self._forgets, apart)
         return Ticket(self, decision, self._forgets, learnings, there)

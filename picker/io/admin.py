@@ -26,6 +26,7 @@ from picker.core.director import Director
 from picker.core.exchange.effects import BodyState, Decide
 from picker.core.headers import SUBSET
 from picker.core.scheduling.decision import Decision
+from picker.io.preparing import together
 from picker.io.telemetry import Hub, TooManyWatchersError, without_prompt
 from picker.io.transport.health import HealthState
 
@@ -88,8 +89,8 @@ async def explain(
     decide = Decide(asked, body, BodyState.COMPLETE, None, allowed)
     request = director.read(decide)
     preparing = director.prepare(decide, request)
-    if preparing is not None:
-        request = msgspec.structs.replace(request, prepared=await preparing)
+    if preparing:
+        request = msgspec.structs.replace(request, prepared=await together(preparing))
     decision = director.decide(decide, request=request)
     return without_prompt(decision)
 

@@ -26,6 +26,7 @@ from picker.io.kvcache.direct import event_source
 from picker.io.kvcache.memory import router_id
 from picker.io.kvcache.redis import redis_settings
 from picker.io.kvcache.runtime import KvCacheRuntime
+from picker.io.preparing import together
 from picker.sim.config import EngineSimConfig
 from picker.sim.launch import start_engine
 from picker.sim.limits import EngineLimits, StepCost
@@ -76,7 +77,7 @@ def asking(text: str, **more) -> Decide:
 async def decide(director, asked: Decide):
     request = director.read(asked)
     preparing = director.prepare(asked, request)
-    prepared = {} if preparing is None else await preparing
+    prepared = await together(preparing) if preparing else {}
     return director.decide(asked, request=type(request)(request.request_id, request.path, request.prompt, prepared))
 
 
