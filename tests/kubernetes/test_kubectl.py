@@ -108,7 +108,7 @@ async def test_apply_creates_then_leaves_alone_then_changes(cluster, kubectl):
         assert stored["spec"] == wanted["spec"]
 
 
-async def test_server_side_apply_and_replace_and_delete(cluster, kubectl):
+async def test_server_side_apply_and_replace_and_delete(kubectl):
     await kubectl("apply", "--validate=false", "--server-side", "-f", "-", stdin=documents(NAMESPACE, POOL))
     await kubectl("replace", "--validate=false", "-f", "-", stdin=documents(POOL))
     assert await kubectl("get", "inferencepools", "-n", "models", "-o", "name") == (
@@ -118,7 +118,7 @@ async def test_server_side_apply_and_replace_and_delete(cluster, kubectl):
     assert "NotFound" in await kubectl("get", "inferencepool", "pool", "-n", "models", fails=True)
 
 
-async def test_a_definition_makes_a_new_kind(cluster, kubectl):
+async def test_a_definition_makes_a_new_kind(kubectl):
     rocket = {"apiVersion": "example.com/v1", "kind": "Rocket", "metadata": {"name": "r"}, "spec": {"stages": 3}}
     await kubectl("apply", "--validate=false", "-f", "-", stdin=documents(DEFINITION))
     await kubectl("apply", "--validate=false", "-f", "-", stdin=documents(rocket))

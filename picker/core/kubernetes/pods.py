@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 
 from msgspec import Raw, Struct
 
@@ -27,6 +28,7 @@ _SIDECAR = "runtime"
 _TCP = "tcp://"
 _ANYWHERE = ("", "*", "0.0.0.0", "[::]")
 _LONGEST_TOPIC = 1024
+_LAST_PORT = 65_535
 
 
 class PodFacts(Struct, frozen=True):
@@ -143,13 +145,15 @@ def _starts(statuses: Iterable[ContainerStatus]) -> Iterable[tuple[str, float]]:
 def _endpoint(
     pod: PodFacts, port: int, rank: int, ports: Sequence[int], engine: str, count: Callable[[str], None]
 ) -> Endpoint:
-    def own(name: str, read: Callable[[str, str], str]) -> str:
+    def own(name: str, read: Callable[[str], str]) -> str:
         try:
-            return read(pod.annotations.get(name, ""), pod.ip)
+            return read(pod.annotations.get(name, ""))
         except ValueError:
             count("bad_annotation")
             return ""
 
+    service = partial(_service, ip=pod.ip)
+    publisher = partial(_publisher, ip=pod.ip, ranks=len(ports))
     topic = pod.annotations.get(KV_EVENTS_TOPIC, "")
     return Endpoint(
         name=pod.name,
@@ -157,8 +161,8 @@ def _endpoint(
         namespace=pod.namespace,
         engine=engine,
         labels=pod.labels,
-        runtime=own(RUNTIME, _service),
-        kv_events=KvEvents(own(KV_EVENTS, _publisher), own(KV_EVENTS_REPLAY, _publisher), topic[:_LONGEST_TOPIC]),
+        runtime=own(RUNTIME, service),
+        kv_events=KvEvents(own(KV_EVENTS, publisher), own(KV_EVENTS_REPLAY, publisher), topic[:_LONGEST_TOPIC]),
         rank=rank,
         started_at=_engine_start(pod, ports),
     )
@@ -191,10 +195,14 @@ def _service(text: str, ip: str) -> str:
     return addresses.service(ip + text if text.startswith(":") else text)
 
 
-def _publisher(text: str, ip: str) -> str:
+def _publisher(text: str, ip: str, ranks: int) -> str:
+    """Where rank 0 publishes; the others do at the ports after."""
     if not text:
         return ""
     host, separator, port = text.removeprefix(_TCP).rpartition(":")
     if not (text.startswith(_TCP) and separator):
         raise ValueError("is not where an engine publishes; write tcp://*:port")
-    return _TCP + addresses.service(f"{ip if host in _ANYWHERE else host}:{port}")
+    place = addresses.service(f"{ip if host in _ANYWHERE else host}:{port}")
+    if int(port) + ranks - 1 > _LAST_PORT:
+        raise ValueError("leaves no port for the last rank")
+    return _TCP + place

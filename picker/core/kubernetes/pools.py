@@ -19,6 +19,7 @@ MOST_PORTS = 8
 _Port = Annotated[int, Meta(ge=1, le=65_535)]
 _NAME = r"(?:[A-Za-z0-9](?:[A-Za-z0-9.-]{0,251}[A-Za-z0-9])?/)?[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
 _VALUE = r"(?:[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?"
+_LABEL = re.compile(f"{_NAME}={_VALUE}")
 _VALUES = rf"\(\s*{_VALUE}(?:\s*,\s*{_VALUE})*\s*\)"
 _REQUIREMENT = re.compile(
     rf"\s*(?:!\s*{_NAME}|{_NAME}|{_NAME}\s*(?:=|==|!=)\s*{_VALUE}|{_NAME}\s+(?:in|notin)\s*{_VALUES})\s*"
@@ -79,11 +80,13 @@ def read_pool(data: Raw, group: PoolGroup) -> Selection:
     else:
         old = decode(data, _OldPool).spec
         labels, ports = old.selector, (old.target_port_number,)
+    if not labels:
+        raise MalformedError("the selector has no labels")
+    for name, value in labels.items():
+        if not _LABEL.fullmatch(f"{name}={value}"):
+            raise MalformedError(f"{name[:80]}={value[:80]} is no label")
     selector = ",".join(f"{name}={value}" for name, value in sorted(labels.items()))
-    try:
-        return Selection(read_selector(selector), tuple(dict.fromkeys(ports)))
-    except ValueError as error:
-        raise MalformedError(str(error)) from None
+    return Selection(selector, tuple(dict.fromkeys(ports)))
 
 
 def read_selector(data: object) -> str:

@@ -138,8 +138,8 @@ class Storage:
     def list(self, resource: Resource, namespace: str, matches: Matches, limit: int = 0, token: str = "") -> Page:
         """Return a page. All pages of a list are of the revision of its first one; ApiError when that was compacted."""
         if token:
-            revision, rest = self._snapshots.get(token, (0, []))
-            if revision <= self.compacted:
+            revision, rest = self._snapshots.get(token, (-1, []))
+            if revision < self.compacted:
                 raise expired("The provided continue parameter is too old")
         else:
             revision = self.revision
