@@ -84,7 +84,7 @@ def documents(*objects):
     return yaml.safe_dump_all(objects)
 
 
-async def test_apply_creates_then_leaves_alone_then_changes(cluster, kubectl):
+async def test_apply_creates_then_leaves_alone_then_changes(kubectl):
     apply = ("apply", "--validate=false", "-f", "-")
     objects = documents(NAMESPACE, DEPLOYMENT, POOL)
     out = await kubectl(*apply, stdin=objects)
