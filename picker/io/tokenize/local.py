@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,8 @@ from picker.io.tokenize.files import LocalSettings, TokenizerFiles, read_files, 
 from picker.io.tokenize.self_check import adversarial_prompts, first_difference
 from picker.io.tokenize.step import Outcome, StepError, Tokens
 from picker.io.tokenize.templates import MAX_CHARACTERS
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a batch is one text, and a thread for each is here already
 
 MAX_RENDER_SECONDS = 1.0
 """A template that renders for longer is stopped, though nobody waits for it any more by then."""
@@ -65,18 +68,13 @@ class LocalTokenizer:
         different = first_difference(
             cutter,
             prompts,
-            lambda text: self._ids(self._tokenizer, text),
-            lambda text, first: self._ids(self._tokenizer if first else self._later, text),
+            lambda text: _encode(self._tokenizer, text),
+            lambda text, first: _encode(self._tokenizer if first else self._later, text),
         )
         if different is None:
             self._cutter = cutter
         else:
             self.segments_off = f"self-check: segments of {different[:100]!r} give other tokens"
-
-    @staticmethod
-    def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
 
     def encode(self, text: str, *, add_special_tokens: bool) -> array[int]:
         """Return the token ids of a text. Raises UnsupportedRequestError."""
@@ -85,7 +83,7 @@ class LocalTokenizer:
         if add_special_tokens and self._ends_disputed:
             raise UnsupportedRequestError(self._ends_disputed)
         if self._cutter is None or (add_special_tokens and self._ends is None):
-            return array("I", self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+            return array("I", _encode(self._tokenizer, text, special=add_special_tokens))
         pieces = self._cutter.cut(text)
         if add_special_tokens and self._ends is not None:
             begin, end = self._ends
@@ -100,7 +98,7 @@ class LocalTokenizer:
         missing = [index for index, tokens in enumerate(found) if tokens is None]
         for index in missing:
             first, text = keys[index]
-            found[index] = array("I", self._ids(self._tokenizer if first else self._later, text))
+            found[index] = array("I", _encode(self._tokenizer if first else self._later, text))
         with self._lock:
             self.hits += len(keys) - len(missing)
             self.misses += len(missing)
@@ -183,6 +181,12 @@ class Local:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
+def _encode(tokenizer: Tokenizer, text: str, *, special: bool = False) -> list[int]:
+    """Return token ids. `encode` would not let other threads run meanwhile, which are the requests to be routed."""
+    ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
+    return ids
+
+
 def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
     if not loop.is_closed():
         loop.call_soon_threadsafe(call)
@@ -192,7 +196,7 @@ def _ends(tokenizer: Tokenizer) -> tuple[array[int], array[int]] | None:
     """What the tokenizer puts before and after every text when special tokens are wanted; None if it is not constant."""
     found = []
     for text in ("probe", "another probe, longer"):
-        bare, full = (tokenizer.encode(text, add_special_tokens=special).ids for special in (False, True))
+        bare, full = (tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids for special in (False, True))
         starts = range(len(full) - len(bare) + 1)
         start = next((start for start in starts if full[start : start + len(bare)] == bare), None)
         if start is None:

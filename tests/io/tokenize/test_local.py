@@ -338,3 +338,16 @@ async def test_what_the_tokenizer_cannot_do_is_unsupported(tmp_path: Path) -> No
             await local.tokenize(body, TINY, 5)
         assert caught.value.outcome is Outcome.UNSUPPORTED
     local.close()
+
+
+async def test_the_loop_goes_on_while_a_long_text_is_tokenized(tmp_path: Path) -> None:
+    step = Local(load(directory(tmp_path, family(FAMILIES[0]))))
+    words = " ".join("".join(Random(number).choices("etaoinshr", k=6)) for number in range(60_000))
+    tokenizing = asyncio.ensure_future(step.tokenize(request("/v1/completions", prompt=words), TINY, 60))
+    turns = 0
+    while not tokenizing.done():
+        await asyncio.sleep(0.001)
+        turns += 1
+    step.close()
+    assert (await tokenizing)[0].token_ids
+    assert turns > 20
