@@ -8,14 +8,14 @@ stand for (sliding windows, Mamba, offloading) is understood as soon as another 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from msgspec import Struct
 
 from picker.core.block_index.keys import block_keys, event_suffixes, pack, root_key
 from picker.core.block_index.layout import GPU, PoolShape, tail_blocks
 from picker.core.block_index.table import BlockTable, Pool
-from picker.core.kv_events.events import BlockRemoved, BlockStored
+from picker.core.kv_events.events import BlockStored
 
 Planes = dict[int, int]
 """Key -> lanes that hold a block: one for each group and medium."""
@@ -146,10 +146,10 @@ class EngineCache:
         if self._waiting:
             self._adopt(names, keys, size)
 
-    def remove(self, event: BlockRemoved) -> None:
+    def remove(self, names: Iterable[int], group: int, medium: str) -> None:
         """Take over that one copy of each block is gone."""
-        found = self._pools.get((event.group_idx or 0, (event.medium or GPU).upper()))
-        missing = len(event.block_hashes) if found is None else found[0].remove(event.block_hashes, found[1])
+        found = self._pools.get((group, medium))
+        missing = sum(1 for _ in names) if found is None else found[0].remove(names, found[1])
         if missing:
             self._dropped["removed unknown block"] += missing
 

@@ -8,7 +8,8 @@ at once; its bits are swept out later, in slices, before the lane is given to an
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain as concatenate
+from itertools import chain, groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 from picker.core.block_index.cache import EngineCache, Limits, Planes
@@ -20,7 +21,7 @@ from picker.core.block_index.layout import GPU, Layout, layout_of
 from picker.core.block_index.lookup import Lookup
 from picker.core.block_index.prompt import Prompt
 from picker.core.block_index.source import Source, SourceStats
-from picker.core.kv_events.events import AllBlocksCleared, BlockStored, EventBatch
+from picker.core.kv_events.events import BlockRemoved, BlockStored, EventBatch, KvEvent
 
 TIER_WEIGHTS: Mapping[str, float] = {GPU: 1.0, "CPU": 0.8, "CPU_PINNED": 0.8, "DISK": 0.5, "STORAGE": 0.5}
 """What a cached token is worth by medium; media that are not here do not count."""
@@ -28,6 +29,7 @@ TIER_WEIGHTS: Mapping[str, float] = {GPU: 1.0, "CPU": 0.8, "CPU_PINNED": 0.8, "D
 DAY = 86_400.0
 MOST_RANKS = 1024
 _SWEPT_PER_BATCH = 256
+_HASHES = attrgetter("block_hashes")
 
 
 class Prediction(NamedTuple):
@@ -88,17 +90,19 @@ class BlockIndex:
             return
         source = self._source(slot, rank, model, now)
         stored = 0
-        for event in batch.events:
-            if isinstance(event, BlockStored):
-                stored += len(event.block_hashes)
-                source.cache.store(event, reports_reuse=self._reports_reuse)
-                if source.cache.shapes_changed:
-                    self._arrange(source)
-                self._enforce_cap(slot)
-            elif isinstance(event, AllBlocksCleared):
-                self._restart(source)
-            else:
-                source.cache.remove(event)
+        for pool, events in groupby(batch.events, _pool_removed_from):  # removals in a row are one step
+            if pool is not None:
+                source.cache.remove(chain.from_iterable(map(_HASHES, events)), *pool)
+                continue
+            for event in events:
+                if isinstance(event, BlockStored):
+                    stored += len(event.block_hashes)
+                    source.cache.store(event, reports_reuse=self._reports_reuse)
+                    if source.cache.shapes_changed:
+                        self._arrange(source)
+                    self._enforce_cap(slot)
+                else:
+                    self._restart(source)
         if source.cache.take_losses():
             self._lookup.lost(source.cache.lane)
         self._lanes.sweep(_SWEPT_PER_BATCH + stored)
@@ -273,7 +277,7 @@ class BlockIndex:
     def _retire(self, source: Source) -> None:
         cache = source.cache
         self._lookup.move(cache.bit, source.layout, None)
-        self._lanes.retire(cache.lane, concatenate(cache.sweep(), self._holds.drop(cache.lane)))
+        self._lanes.retire(cache.lane, chain(cache.sweep(), self._holds.drop(cache.lane)))
 
     def _assign(self, slot: int) -> None:
         caches = [source.cache.bit for source in self._sources.get(slot, {}).values()]
@@ -295,3 +299,8 @@ class BlockIndex:
             excess -= 1
             if source.cache.take_losses():
                 self._lookup.lost(source.cache.lane)
+
+
+def _pool_removed_from(event: KvEvent) -> tuple[int, str] | None:
+    """Group and medium of a removal; None for other events."""
+    return (event.group_idx or 0, (event.medium or GPU).upper()) if isinstance(event, BlockRemoved) else None

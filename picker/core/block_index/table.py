@@ -11,7 +11,7 @@ oldest first: rows with copies in the order in which they were stored, tombstone
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 LIVE = 0
 DEAD = 1
@@ -73,10 +73,11 @@ class BlockTable:
             self._grow(len(names))
         heads, chain, table_names, table_keys = self._heads, self._chain, self._names, self._keys
         older, newer, copies, bit = self._older, self._newer, pool.copies, self.bit
-        show = pool.planes.setdefault
+        planes = pool.planes
+        show = planes.setdefault
         low, buckets, free, unused, last = self._low, len(heads), self._free, self._unused, older[LIVE]
-        high = 2 * low + 1
-        added = 0
+        high, only = 2 * low + 1, len(self.pools) == 1
+        added = revived = 0
         for name, key in zip(names, keys, strict=True):
             bucket = name & high
             if bucket >= buckets:
@@ -108,36 +109,65 @@ class BlockTable:
                     if count_again and count < _MOST_COPIES:
                         copies[row] = count + 1
                     continue
-                if not self._has_copies(row):
-                    newer[last], older[LIVE] = LIVE, last
-                    self._move(row, LIVE)
+                if only or not self._has_copies(row):
+                    before, after = older[row], newer[row]
+                    newer[before], older[after] = after, before
+                    newer[last], older[row] = row, last
                     last = row
+                    revived += 1
                 copies[row] = 1
                 key = table_keys[row]  # noqa: PLW2901 (the meaning may have been known before)
             if key:
                 lanes = show(key, bit)
                 if not lanes & bit:
-                    pool.planes[key] = lanes | bit
+                    planes[key] = lanes | bit
         newer[last], older[LIVE] = LIVE, last
         self._free, self._unused = free, unused
-        self.live += added
+        self.live += added + revived
+        self.dead -= revived
         self._split((unused >> 1) - buckets)
 
-    def remove(self, names: Sequence[int], pool: Pool) -> int:
+    def remove(self, names: Iterable[int], pool: Pool) -> int:
         """Take one copy of each block out of `pool`; returns how many blocks had none to take."""
-        copies, only = pool.copies, len(self.pools) == 1
-        missing = 0
+        heads, chain, table_names, table_keys = self._heads, self._chain, self._names, self._keys
+        older, newer, copies, planes, bit = self._older, self._newer, pool.copies, pool.planes, self.bit
+        low, buckets, last, only = self._low, len(heads), older[DEAD], len(self.pools) == 1
+        high = 2 * low + 1
+        missing = died = 0
         for name in names:
-            row = self._find(name)
+            bucket = name & high
+            if bucket >= buckets:
+                bucket &= low
+            row = heads[bucket]
+            while row and table_names[row] != name:
+                row = chain[row]
             count = copies[row]
-            if not count:
-                missing += 1
+            if count != 1:
+                if count:
+                    copies[row] = count - 1
+                else:
+                    missing += 1
                 continue
-            copies[row] = count - 1
-            if count == 1:
-                self._hide(self._keys[row], pool)
-                if only or not self._has_copies(row):
-                    self._bury(row)
+            copies[row] = 0
+            key = table_keys[row]
+            lanes = planes.get(key, 0)
+            if lanes & bit:
+                self.lost = True
+                if lanes == bit:
+                    del planes[key]
+                else:
+                    planes[key] = lanes ^ bit
+            if only or not self._has_copies(row):
+                before, after = older[row], newer[row]
+                newer[before], older[after] = after, before
+                newer[last], older[row] = row, last
+                last = row
+                died += 1
+        newer[last], older[DEAD] = DEAD, last
+        self.live -= died
+        self.dead += died
+        while self.dead > self._tombstones:
+            self._drop_tombstone()
         return missing
 
     def name(self, names: Sequence[int], keys: Sequence[int]) -> None:
@@ -204,19 +234,6 @@ class BlockTable:
             if first == self._low:
                 self._low = 2 * self._low + 1
 
-    def _move(self, row: int, ring: int) -> None:
-        """Put a row at the end of the other ring."""
-        older, newer = self._older, self._newer
-        newer[older[row]] = newer[row]
-        older[newer[row]] = older[row]
-        last = older[ring]
-        newer[last] = older[ring] = row
-        older[row] = last
-        newer[row] = ring
-        step = 1 if ring == LIVE else -1
-        self.live += step
-        self.dead -= step
-
     def _has_copies(self, row: int) -> bool:
         return any(pool.copies[row] for pool in self.pools)
 
@@ -245,7 +262,14 @@ class BlockTable:
                 self._hide(self._keys[row], pool)
 
     def _bury(self, row: int) -> None:
-        self._move(row, DEAD)
+        """Move a row without copies to the end of the other ring."""
+        older, newer = self._older, self._newer
+        before, after, last = older[row], newer[row], older[DEAD]
+        newer[before], older[after] = after, before
+        newer[last] = older[DEAD] = row
+        older[row], newer[row] = last, DEAD
+        self.live -= 1
+        self.dead += 1
         if self.dead > self._tombstones:
             self._drop_tombstone()
 

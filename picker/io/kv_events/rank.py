@@ -147,8 +147,8 @@ class RankSubscription:
 
     async def _follow_frames(self, live: zmq.asyncio.Socket) -> None:
         while True:
-            await live.poll()
-            await _read_all(self._share, live, self._take_live)
+            if not await _read_all(self._share, live, self._take_live):
+                await live.poll()
             self._confirm_connection()
 
     async def _follow_connection(self, monitor: zmq.asyncio.Socket, live: zmq.asyncio.Socket) -> None:
@@ -300,11 +300,13 @@ async def _read_all(
     socket: zmq.asyncio.Socket,
     take: Callable[[Sequence[bytes]], None],
     wanted: Callable[[], bool] = lambda: True,
-) -> None:
-    """Hand over every message that is there, letting others run in between."""
+) -> int:
+    """Hand over every message that is there, letting others run in between; returns how many."""
     shadow: zmq.Socket[bytes] = zmq.Socket.shadow(socket.underlying)
+    count = 0
 
     def read_one() -> bool:
+        nonlocal count
         if not wanted():
             return False
         try:
@@ -312,6 +314,8 @@ async def _read_all(
         except zmq.Again:
             return False
         take(parts)
+        count += 1
         return True
 
     await share.read(read_one)
+    return count

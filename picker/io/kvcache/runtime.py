@@ -22,6 +22,7 @@ from picker.core.plugins.kvcache_args import IndexMode, KvCacheArgs
 from picker.core.plugins.kvcache_aware import OWNERS, TOKENS, KvCacheProducer, standard_hashes, standard_model
 from picker.core.scheduling.api import Request
 from picker.core.tokens.prompt import EngineRequest, ModelNames, TokenPrompt, read_engine_request
+from picker.io.kv_events.share import LoopShare
 from picker.io.kvcache.oracle import NOTHING, Held, block_size_of, held_by_events
 from picker.io.kvcache.sources import Followed, Sources
 from picker.io.kvcache.tokenizers import open_tokenizers
@@ -56,11 +57,12 @@ class KvCacheRuntime:
         self.chain: TokenizerChain | None = None
         self.redis: RedisOwners | None = None
         self.sources: Sources
+        self._share = LoopShare()
         # Only those who use a mode need its libraries.
         if args.index_mode is IndexMode.DIRECT:
             from picker.io.kvcache.direct import DirectSources  # noqa: PLC0415
 
-            self.sources = DirectSources(producer.index, args)
+            self.sources = DirectSources(producer.index, args, self._share)
         elif args.index_mode is IndexMode.MEMORY:
             from picker.io.kvcache.memory import MemorySources  # noqa: PLC0415
 
@@ -122,7 +124,8 @@ class KvCacheRuntime:
         outcome = "ok"
         try:
             async with asyncio.timeout(seconds):
-                tokenized = await chain.tokenize(wanted)
+                with self._share.urgent():
+                    tokenized = await chain.tokenize(wanted)
                 if not tokenized.prompts:
                     outcome = "not_tokenized"
                 else:
