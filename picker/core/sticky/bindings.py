@@ -19,9 +19,10 @@ class Binding(NamedTuple):
 
 
 class Bindings:
-    """Bindings by session that end `seconds` after they were last put; at most `most`, the least recently put go first.
+    """Bindings by session that end `seconds` after they were last made; the least recent go when there are over `most`.
 
-    `evicted` counts those that went before their time. Times are monotonic seconds, and never go back.
+    A `Store`: nothing comes between finding a binding and making one here, so that the first writer wins. `evicted`
+    counts those that went before their time. Times are monotonic seconds, and never go back.
     """
 
     def __init__(self, seconds: float, most: int) -> None:
@@ -38,7 +39,7 @@ class Bindings:
         entry = self._entries.get(session)
         return None if entry is None or entry[1] <= now else entry[0]
 
-    def put(self, session: str, binding: Binding, now: float) -> None:
+    def bind(self, session: str, binding: Binding, instead_of: Binding | None, now: float) -> None:  # noqa: ARG002  of the protocol
         """Bind a session; its time begins anew."""
         self._entries[session] = binding, now + self.seconds
         self._entries.move_to_end(session)
@@ -54,7 +55,7 @@ class Bindings:
             del self._entries[session]
 
     def _expire(self, now: float) -> None:
-        """Free what is over: two at most, which keeps pace with puts and costs each the same."""
+        """Free what is over: two at most, which keeps pace and costs every call the same."""
         for _ in range(2):
             session, (_, until) = next(iter(self._entries.items()))
             if until > now:

@@ -100,8 +100,11 @@ class StickySessions:
         return Pin(self, table, request.session, binding, made=outcome is not Outcome.PINNED)
 
     def follow(self, session: str, binding: Binding, served: Binding) -> None:
-        """Another endpoint than the one that was picked served: bind the session to it."""
-        self.store.bind(session, served, binding, self._now())
+        """Another endpoint than the one that was picked served: bind the session to it, unless it moved meanwhile."""
+        now = self._now()
+        found = self.store.find(session, now)
+        if found is None or found.same(binding):
+            self.store.bind(session, served, binding, now)
 
     def _binding(self, request: Request) -> Binding | None:
         shared: Binding | None = request.prepared.get(SHARED)

@@ -1,0 +1,1 @@
+"""Sticky sessions that several pickers share."""
