@@ -16,6 +16,7 @@ _COMMANDS = {
     "explain": ("picker.app.explain", "ask a running picker how it would score a prompt"),
     "sidecar": ("picker.app.sidecar", "run the sidecar of an engine, a drop-in for Kthena's runtime"),
     "engine-sim": ("picker.sim.command", "run a simulated vLLM engine that needs no GPU"),
+    "simulate": ("picker.app.simulate", "replay traffic in simulated time, policies side by side"),
     "demo": ("picker.app.demo", "run real Envoy, the picker and simulated engines, and compare with round robin"),
 }
 
