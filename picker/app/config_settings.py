@@ -9,16 +9,30 @@ from msgspec import Meta, Struct
 
 from picker.app.config_scheduler import SchedulerConfig
 from picker.core import addresses
+from picker.core.admission.settings import AdmissionSettings
 from picker.core.exchange.events import BodyMode
-from picker.io.discovery.endpoint_list import EndpointEntry
+from picker.core.kubernetes.pools import PoolGroup, read_selector
+from picker.io.discovery.endpoint_list import EndpointEntry, Engine
 
 _Listen = Annotated[str, Meta(extra={"read": addresses.listening})]
 _File = Annotated[str, Meta(pattern=r"^[^\x00-\x1f]*$", max_length=4096, extra={"remedy": "use the path of a file"})]
 _HostName = Annotated[
     str, Meta(pattern=r"^[A-Za-z0-9.:*_-]{1,253}$", extra={"remedy": "use a DNS name or an IP address"})
 ]
+_ObjectName = Annotated[
+    str,
+    Meta(
+        pattern=r"^([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?)?$",
+        extra={"remedy": "use the name of an object in Kubernetes"},
+    ),
+]
+_Port = Annotated[int, Meta(ge=1, le=65_535)]
 _Bytes = Annotated[int, Meta(ge=1024, le=2**31 - 1)]
 _Interval = Annotated[float, Meta(ge=0.01, le=3600)]
+
+
+def _selector(data: object) -> str:
+    return "" if data == "" else read_selector(data)
 
 
 class TlsMode(StrEnum):
@@ -165,6 +179,50 @@ class FileEndpoints(Struct, frozen=True):
     """The file."""
 
 
+class Pool(Struct, frozen=True, rename="camel"):
+    """An InferencePool."""
+
+    name: _ObjectName
+    """Its name."""
+    group: PoolGroup = PoolGroup.V1
+    """Its API group: that of version `v1`, or that of its predecessor `v1alpha2`, which ends in `x-k8s.io`."""
+
+
+class KubernetesSource(Struct, frozen=True, rename="camel"):
+    """The ready pods of an InferencePool, or those that a label selector finds: `pool`, or `selector` and `ports`."""
+
+    pool: Pool = Pool("")
+    """The InferencePool; its selector and target ports say what the endpoints are."""
+    selector: Annotated[str, Meta(extra={"read": _selector})] = ""
+    """Labels of the pods, as `kubectl -l` takes them: `app=vllm,role in (decode,both)`."""
+    ports: tuple[_Port, ...] = ()
+    """The ports they serve on, for `selector`. Each port of each pod is an endpoint: a data-parallel rank."""
+    namespace: _ObjectName = ""
+    """The namespace of pool and pods. Left out: the picker's own, or that of the kubeconfig's context."""
+    engine: Engine = Engine.VLLM
+    """What pods run whose label `llm-d.ai/engine-type` does not say it."""
+    kubeconfig: _File = ""
+    """The kubeconfig to use outside of a cluster. Left out: the ServiceAccount of the picker's own pod."""
+    context: Annotated[str, Meta(max_length=256)] = ""
+    """The context of the kubeconfig. Left out: its current one."""
+    request_seconds: Annotated[float, Meta(ge=0.1, le=300)] = 30.0
+    """How long the API server may take for an answer, in seconds."""
+    watch_seconds: Annotated[float, Meta(ge=1, le=3600)] = 300.0
+    """How long one watch lasts at most, in seconds; the next one goes on where it ended."""
+    silence_seconds: Annotated[float, Meta(ge=0.1, le=3600)] = 75.0
+    """How long a watch may be silent until it is not believed any more and the pods are listed anew, in seconds.
+    An API server says something about once a minute."""
+    longest_retry_seconds: Annotated[float, Meta(ge=0.1, le=300)] = 5.0
+    """The longest pause before an API server that fails is asked again, in seconds."""
+
+
+class KubernetesEndpoints(Struct, frozen=True):
+    """Endpoints that are pods, followed as they come and go."""
+
+    kubernetes: KubernetesSource
+    """Which pods."""
+
+
 class Scrape(Struct, frozen=True, rename="camel"):
     """How the load of engines is read."""
 
@@ -225,12 +283,14 @@ class Config(Struct, frozen=True):
     """Where the picker listens."""
     exchange: Exchange = Exchange()
     """How the picker talks with Envoy about one request."""
-    endpoints: StaticEndpoints | FileEndpoints = StaticEndpoints()
-    """Where endpoints come from: exactly one of `static` and `file`."""
+    endpoints: StaticEndpoints | FileEndpoints | KubernetesEndpoints = StaticEndpoints()
+    """Where endpoints come from: exactly one of `static`, `file` and `kubernetes`."""
     scrape: Scrape = Scrape()
     """How the load of engines is read."""
     scheduler: SchedulerConfig = SchedulerConfig()
     """How an endpoint is chosen. A Kthena `routerConfiguration` pastes in here."""
+    admission: AdmissionSettings = AdmissionSettings()
+    """Who is turned away, and who waits, while the pool is saturated."""
     predict: Predict = Predict()
     """The listener for predictions."""
     log: Log = Log()

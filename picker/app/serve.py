@@ -22,14 +22,17 @@ from aiohttp import web
 from picker.app import flags
 from picker.app.certificates import certificate_source
 from picker.app.config import Config, ConfigError, Loaded, effective
-from picker.app.config_settings import FileEndpoints, LearnUsage, Transport
+from picker.app.config_settings import FileEndpoints, KubernetesEndpoints, LearnUsage, Transport
+from picker.app.kubernetes import kubernetes_settings
 from picker.app.kvcache import KvCachePart, PredictError
 from picker.app.reload import ConfigFile
 from picker.core.director import Director
 from picker.core.endpoints import Endpoint, EndpointTable
 from picker.core.plugins.registry import build_scheduler
 from picker.io.admin import AdminServer
+from picker.io.admission import Gate, can_matter
 from picker.io.discovery.endpoint_file import EndpointFile
+from picker.io.discovery.kubernetes import KubernetesDiscovery
 from picker.io.extproc.service import ExtProcService, ExtProcSettings
 from picker.io.http import create_app
 from picker.io.metrics import Metrics
@@ -98,6 +101,7 @@ class Picker:
         self._health = HealthState()
         self._not_ready: str | None = _STARTING
         self._endpoint_file: EndpointFile | None = None
+        self._kubernetes: KubernetesDiscovery | None = None
         self._discovery: asyncio.Task[None] | None = None
         self._scraping: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -115,6 +119,7 @@ class Picker:
         self._kv_cache = KvCachePart(self._director, config.predict, self._keep)
         soon = asyncio.get_running_loop().call_soon
         self._service = ExtProcService(self._director, self._hub, _extproc_settings(config), soon)
+        self._admit(config)
         self._scraper = Scraper(self._director, _scrape_settings(loaded), self._restarted)
         self._server = _transport(config, self._service, self._health)
         self._admin = AdminServer(self._director, self._hub, self._health)
@@ -135,6 +140,8 @@ class Picker:
         metrics.transport = self._server.counters
         metrics.scrape_outcomes = self._scraper.outcomes
         metrics.discovery_outcomes = self._discovery_outcomes
+        metrics.discovery_staleness = lambda: self._kubernetes.staleness() if self._kubernetes else None
+        metrics.odd_pods = lambda: self._kubernetes.odd if self._kubernetes else {}
         if file := self._file:
             metrics.reload_outcomes = lambda: {"ok": file.reloads, **file.refused}
 
@@ -189,6 +196,7 @@ class Picker:
         self._kv_cache.configure()
         self._director.table.stale_seconds = config.scrape.stale_seconds
         self._service.settings = _extproc_settings(config)
+        self._admit(config)
         self._scraper.settings = _scrape_settings(loaded)
         if config.log != old.log:
             configure_logging(str(config.log.level), str(config.log.format))  # type: ignore[arg-type]
@@ -198,14 +206,25 @@ class Picker:
         if config.scrape.enabled != old.scrape.enabled:
             self._scrape(config)
 
+    def _admit(self, config: Config) -> None:
+        """Put a gate before the scheduler if any request could be stopped there."""
+        settings, gate = config.admission, self._service.gate
+        if gate is not None:
+            gate.configure(settings)
+        elif can_matter(settings):
+            self._service.gate = Gate(self._director, settings)
+
     def _discover(self, config: Config) -> None:
         if self._discovery is not None:
             self._discovery.cancel()
-            self._discovery = self._endpoint_file = None
+            self._discovery = self._endpoint_file = self._kubernetes = None
         source = config.endpoints
         if isinstance(source, FileEndpoints):
             self._endpoint_file = EndpointFile(Path(source.file.path), poll_seconds=source.file.poll_seconds)
             self._discovery = self._keep("endpoint_file", partial(self._endpoint_file.run, self._endpoints_changed))
+        elif isinstance(source, KubernetesEndpoints):
+            self._kubernetes = KubernetesDiscovery(kubernetes_settings(source.kubernetes))
+            self._discovery = self._keep("kubernetes", partial(self._kubernetes.run, self._endpoints_changed))
         else:
             self._endpoints_changed([entry.endpoint() for entry in source.static])
 
@@ -214,13 +233,16 @@ class Picker:
         self._kv_cache.follow()
         if added or removed:
             logger.info("The endpoints have changed", endpoints=len(self._director.table), added=added, removed=removed)
-        self._not_ready = None
-        self._health.set_ready(True)
+        if self._not_ready == _STARTING:
+            self._not_ready = None
+            self._health.set_ready(True)
 
     def _why_not_ready(self) -> str | None:
-        file = self._endpoint_file
+        file, kubernetes = self._endpoint_file, self._kubernetes
         if self._not_ready == _STARTING and file is not None and file.last_error:
             return f"endpoints.file: {file.last_error}; the picker is ready as soon as the file is good"
+        if self._not_ready == _STARTING and kubernetes is not None and kubernetes.problem:
+            return f"endpoints.kubernetes: {kubernetes.problem}"
         return self._not_ready
 
     def _in_force(self) -> dict[str, Any]:
@@ -229,7 +251,9 @@ class Picker:
         return {**effective(self._config), **({"needs_restart": waiting} if waiting else {})}
 
     def _discovery_outcomes(self) -> Mapping[str, int]:
-        file = self._endpoint_file
+        file, kubernetes = self._endpoint_file, self._kubernetes
+        if kubernetes is not None:
+            return {"ok": kubernetes.updates, **kubernetes.failures}
         return {} if file is None else {"ok": file.reloads, **file.refused}
 
     def _scrape(self, config: Config) -> None:

@@ -17,9 +17,9 @@ from picker.core.endpoints import Endpoint, EndpointTable
 from picker.core.exchange.effects import BodyState, Decide, Finish, LearnedOn
 from picker.core.headers import REQUEST_ID
 from picker.core.prompts import Prompt, Unused, parse
-from picker.core.scheduling.api import Learning, Preparation, Request, Rng, Timer
-from picker.core.scheduling.decision import Decision
-from picker.core.scheduling.scheduler import Scheduler
+from picker.core.scheduling.api import Candidates, Learning, Preparation, Request, Rng, Timer
+from picker.core.scheduling.decision import Decision, Reason
+from picker.core.scheduling.scheduler import Asked, Scheduler
 from picker.core.sticky import StickySessions
 from picker.core.token_ratio import TokenRatio
 from picker.core.usage import Usage
@@ -113,6 +113,12 @@ class Director:
     def decide(self, asked: Decide, fallbacks: int | None = None, request: Request | None = None) -> Decision:
         """Decide without any side effect. `fallbacks` limits those of the configuration; `request` was read before."""
         return self._decide(self.scheduler, self.read(asked) if request is None else request, asked, fallbacks)
+
+    def refuse(self, asked: Decide, reason: Reason) -> Decision:
+        """A decision against a request, for a reason that was found before it."""
+        candidates = Candidates(self.table, self.table.slots, self.table.mask)
+        now = self._timer()
+        return self.scheduler.choose(Asked(self.read(asked), reason, now, 0, self._rng, self._timer, None), candidates)
 
     def decide_plainly(self, asked: Decide, fallbacks: int | None = None) -> Decision:
         """Decide by in-flight counts alone, without reading the prompt or asking any plugin."""

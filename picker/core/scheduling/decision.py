@@ -21,6 +21,8 @@ class Reason(StrEnum):
     NO_ENDPOINTS = "no_endpoints"
     NONE_IN_SUBSET = "none_in_subset"
     FILTERED_OUT = "filtered_out"
+    SATURATED = "saturated"
+    """The pool is full, and the request was not to wait, or waited too long."""
     NO_DECODE_ENDPOINT = "no_decode_endpoint"
     """Every endpoint only computes prompts."""
 

@@ -16,6 +16,7 @@ from picker.core.exchange.outcomes import Refused
 from picker.core.scheduling.api import Request
 from picker.core.scheduling.decision import Decision, Reason
 from picker.core.telemetry import Telemetry
+from picker.io.admission import Gate
 from picker.io.extproc.afterwards import Afterwards
 from picker.io.extproc.observer import Observations
 from picker.io.extproc.stream import ExtProcStream
@@ -28,6 +29,7 @@ _REFUSALS = {
     Reason.NO_ENDPOINTS: (503, "no endpoint is known; check discovery"),
     Reason.NONE_IN_SUBSET: (503, "no known endpoint is in the subset that the gateway allows"),
     Reason.NO_DECODE_ENDPOINT: (503, "every endpoint only computes prompts; add endpoints that generate"),
+    Reason.SATURATED: (429, "the pool is saturated and the request may not wait any longer; try again later"),
     Reason.FILTERED_OUT: (429, "every endpoint is saturated; try again later"),
 }
 
@@ -64,6 +66,8 @@ class ExtProcService:
         self.settings = settings
         self.afterwards = Afterwards(soon)
         self.observations = Observations(telemetry)
+        self.gate: Gate | None = None
+        """There while requests may be turned away or have to wait."""
         self.open_streams = 0
         self.buffered_bytes = 0
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from picker.core.admission.waiting import Left
 from picker.core.director import PrefillSignal, Ticket
 from picker.core.exchange.effects import Anomaly, Answered, Arm, Decide, Effect, Finish, FirstChunk, Report
 from picker.core.exchange.events import RequestBody, ResponseBody, StreamEnded, TimerFired
@@ -18,7 +19,9 @@ from picker.core.headers import FALLBACKS_WANTED
 from picker.core.scheduling.api import Request
 from picker.core.scheduling.decision import Decision, Reason
 from picker.core.usage import Usage
-from picker.io.extproc.codec import MalformedMessageError, Observed, UnknownMessageError, decode, encode
+from picker.io.admission import Entry
+from picker.io.extproc.codec import MalformedMessageError, UnknownMessageError, decode, encode
+from picker.io.extproc.context import Observed
 from picker.io.extproc.observer import Expected, ObserverStream
 from picker.io.extproc.usage_tap import UsageTap
 from picker.io.rpc import Call, Status
@@ -45,6 +48,7 @@ class ExtProcStream:
         "_tap",
         "_ticket",
         "_timer",
+        "_waiting",
     )
 
     def __init__(self, service: ExtProcService, call: Call) -> None:
@@ -64,6 +68,7 @@ class ExtProcStream:
         self._buffered = 0
         self._timer: asyncio.TimerHandle | None = None
         self._preparing: asyncio.Future[Mapping[str, Any]] | None = None
+        self._waiting: Entry | None = None
         self._answer: Answered | None = None
         self._tap: UsageTap | None = None
         self._expected: Expected | None = None
@@ -118,7 +123,7 @@ class ExtProcStream:
         for effect in effects:
             kind = type(effect)
             if kind is Decide:
-                self._prepare_or_decide(effect)  # type: ignore[arg-type]
+                self._admit(effect)  # type: ignore[arg-type]
             elif kind is Answered:
                 self._answered(effect)  # type: ignore[arg-type]
             elif kind is FirstChunk:
@@ -135,6 +140,24 @@ class ExtProcStream:
     def _timer_fired(self) -> None:
         self._timer = None
         self._run(self._exchange.receive(TimerFired()))
+
+    def _admit(self, asked: Decide) -> None:
+        gate = self._service.gate
+        if gate is None:
+            self._prepare_or_decide(asked)
+            return
+        entry = gate.enter(asked, partial(self._left, asked))
+        if isinstance(entry, Entry):
+            self._waiting = entry
+        else:
+            self._left(asked, entry)
+
+    def _left(self, asked: Decide, left: Left) -> None:
+        self._waiting = None
+        if left is Left.ADMITTED:
+            self._prepare_or_decide(asked)
+        else:
+            self._run(self._carry_out(self._service.director.refuse(asked, Reason.SATURATED)))
 
     def _prepare_or_decide(self, asked: Decide) -> None:
         prepared = self._service.prepare(asked)
@@ -158,13 +181,18 @@ class ExtProcStream:
 
     def _prepare_no_more(self) -> None:
         """Nobody waits for the decision any more."""
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
         if self._preparing is not None:
             self._preparing.cancel()
             self._preparing = None
 
     def _decide(self, asked: Decide, request: Request | None = None) -> tuple[Effect, ...]:
+        return self._carry_out(self._service.decide(asked, self._fallbacks, request))
+
+    def _carry_out(self, decision: Decision) -> tuple[Effect, ...]:
         service = self._service
-        decision = service.decide(asked, self._fallbacks, request)
         service.buffered_bytes -= self._buffered
         self._buffered = 0
         if decision.reason is Reason.ROUTED:
@@ -199,7 +227,7 @@ class ExtProcStream:
         if self._tap is None and answer is not None and decision is not None:
             path = decision.request.path
             outcomes, telemetry = service.usage_outcomes, service.telemetry
-            self._tap = UsageTap(answer.content_type, answer.content_encoding, path, outcomes, telemetry)
+            self._tap = UsageTap(answer.headers, path, outcomes, telemetry)
         if self._tap is not None:
             service.afterwards.add(self._tap.feed, data)
 
@@ -229,6 +257,8 @@ class ExtProcStream:
         if decision is not None:
             seconds = self._service.director.now() - self._decided_at
             self._service.telemetry.finished(decision, finish, seconds)
+        if self._service.gate is not None:
+            self._service.gate.room()
 
     def _observe(self, observed: Observed) -> None:
         if self._observer is None:
