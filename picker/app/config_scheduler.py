@@ -20,7 +20,7 @@ from picker.core.strict import Findings, child, decode, suggest
 _FILTERS = frozenset(name for name, plugin in PLUGINS.items() if plugin.filter)
 _SCORERS = frozenset(name for name, plugin in PLUGINS.items() if plugin.scorer)
 _RANDOM = "random"
-_LOAD_SCORERS = frozenset(name for name in _SCORERS if not PLUGINS[name].producer) - {_RANDOM}
+_LOAD_SCORERS = frozenset(name for name in _SCORERS if not PLUGINS[name].producer) - {_RANDOM, "no-hit-lru"}
 
 
 def _plugin(data: object) -> str:
@@ -165,7 +165,7 @@ def settle(config: SchedulerConfig, path: str, findings: Findings) -> tuple[Sche
         if entry.name in by_name:
             findings.warn(child(child(path, "pluginConfig"), index), f'replaces an earlier entry of "{entry.name}"')
         by_name[entry.name] = entry
-    producers = _producers(scorers, by_name, profile)
+    producers = _producers((*filters, *scorers), by_name, profile)
     for name in (*filters, *scorers, *producers):
         by_name.setdefault(name, PluginConfig(name, profile.args.get(name) or PLUGINS[name].args()))
     settled = SchedulerConfig(
@@ -183,9 +183,9 @@ def settle(config: SchedulerConfig, path: str, findings: Findings) -> tuple[Sche
     )
 
 
-def _producers(scorers: Iterable[str], configured: Iterable[str], profile: Profile) -> tuple[str, ...]:
-    """What tells `token-cost` who holds what: producers with arguments of their own, and those of its profile."""
-    if not any(PLUGINS[name].counts_work for name in scorers):
+def _producers(plugins: Iterable[str], configured: Iterable[str], profile: Profile) -> tuple[str, ...]:
+    """What tells plugins who holds what: producers with arguments of their own, and those of the profile."""
+    if not any(PLUGINS[name].counts_work for name in plugins):
         return ()
     asked = (name for name in configured if PLUGINS[name].producer)
     return tuple(dict.fromkeys((*asked, *profile.producers)))

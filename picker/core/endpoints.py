@@ -63,6 +63,18 @@ NOBODY = Endpoint(name="", address="")
 _SENSELESS = 1e12
 """No load of an engine is this large; arithmetic with smaller values stays finite."""
 
+_UNKNOWN_AT_FIRST = (
+    "waiting",
+    "running",
+    "most_running",
+    "kv_usage",
+    "ttft",
+    "tpot",
+    "observed_at",
+    "prefill_rate",
+    "cache_tokens",
+)
+
 
 class EngineMetrics(Struct, frozen=True):
     """What one scrape of an engine said; None where it said nothing.
@@ -111,6 +123,10 @@ class EndpointTable:
         self.ttft: Floats = np.zeros(0)
         self.tpot: Floats = np.zeros(0)
         self.observed_at: Floats = np.zeros(0)
+        self.in_flight_seen: Integers = np.zeros(0, np.int64)
+        """`in_flight` at the time of the last scrape."""
+        self.most_running: Floats = np.zeros(0)
+        """The largest `running` of any scrape, NaN before the first that said it."""
         self.health = EndpointHealth()
         self._most_waiting: float | None = None
         self.slots: Slots = np.zeros(0, np.intp)
@@ -192,6 +208,8 @@ class EndpointTable:
         if metrics.cache_tokens:
             self.cache_tokens[slot] = min(metrics.cache_tokens, _SENSELESS)
         self.observed_at[slot] = now
+        self.in_flight_seen[slot] = self.in_flight[slot]
+        self.most_running[slot] = np.fmax(self.most_running[slot], self.running[slot])
 
     def expire(self, now: float) -> int:
         """Turn load that is older than `stale_seconds` into unknown; returns how many endpoints that left so."""
@@ -224,10 +242,10 @@ class EndpointTable:
 
     def _clear(self, slot: int) -> None:
         self.models[slot] = self.bases[slot] = self.started_at[slot] = None
-        self.in_flight[slot] = 0
+        self.in_flight[slot] = self.in_flight_seen[slot] = 0
         self.queued_tokens[slot] = 0.0
         self.health.clear(slot)
-        self.prefill_rate[slot] = self.cache_tokens[slot] = np.nan
+        self.prefill_rate[slot] = self.cache_tokens[slot] = self.most_running[slot] = np.nan
         self.observed_at[slot] = -np.inf
         for array in (self.waiting, self.running, self.kv_usage, self.ttft, self.tpot):
             array[slot] = np.nan
@@ -237,9 +255,10 @@ class EndpointTable:
             return
         more = max(8, len(self.in_flight))
         self.in_flight = np.concatenate((self.in_flight, np.zeros(more, np.int64)))
+        self.in_flight_seen = np.concatenate((self.in_flight_seen, np.zeros(more, np.int64)))
         self.queued_tokens = np.concatenate((self.queued_tokens, np.zeros(more)))
         self.health.grow(len(self.in_flight))
-        for name in ("waiting", "running", "kv_usage", "ttft", "tpot", "observed_at", "prefill_rate", "cache_tokens"):
+        for name in _UNKNOWN_AT_FIRST:
             setattr(self, name, np.concatenate((getattr(self, name), np.full(more, np.nan))))
 
 

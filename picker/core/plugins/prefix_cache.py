@@ -38,6 +38,8 @@ class PrefixCacheArgs(Struct, frozen=True, forbid_unknown_fields=True):
 
     sizeFromEngine: bool = False  # noqa: N815
     """Keep as many blocks for an endpoint as its engine's KV cache has room for, where it says how large that is."""
+    sizeMargin: float = 1.25  # noqa: N815
+    """How many times as many. An index that is too large loses little, one that is too small a lot."""
 
     def effective(self) -> PrefixCacheArgs:
         """The same with defaults in the place of values that are zero or less."""
@@ -50,8 +52,6 @@ WHOLE_PROMPT = PrefixCacheArgs(
 )
 """Arguments for matching prompts to their ends, as `token-cost` needs it. A prompt of 1 MiB has 2,048 blocks."""
 
-_MARGIN = 1.25
-"""An index that is too large loses little, one that is too small a lot."""
 _MOST_SHARED = 200_000
 """Blocks that another picker may share at once."""
 
@@ -108,7 +108,7 @@ class PrefixCacheProducer:
             sum(map(len, prompt.texts)) / ratio,
         )
         sizes = candidates.table.cache_tokens if args.sizeFromEngine else None
-        return PrefixMatch(self.index, prompt.model, size, chains, info, sizes)
+        return PrefixMatch(self.index, prompt.model, size, chains, info, sizes, args.sizeMargin)
 
     def adopt(self, slot: int, shared: bytes, now: float) -> PrefixLearning | None:  # noqa: ARG002
         """Hold the blocks of another picker's pick; None for blocks of another size, and for what is not blocks."""
@@ -141,6 +141,8 @@ class PrefixMatch(Struct, frozen=True, gc=False):
     info: MatchInfo
     sizes: Floats | None = None
     """Tokens that each slot's engine has room for, where the index follows that."""
+    margin: float = 1.0
+    """How much more than that it keeps."""
 
     def shared(self) -> bytes:
         chains = [array("Q", chain).tobytes() for chain in self.chains]
@@ -148,7 +150,7 @@ class PrefixMatch(Struct, frozen=True, gc=False):
 
     def picked(self, slot: int) -> PrefixLearning:
         if self.sizes is not None and (tokens := self.sizes.item(slot)) > 0:
-            self.prefixes.limit(slot, int(tokens / self.info.tokens_per_unit * _MARGIN) + 1)
+            self.prefixes.limit(slot, int(tokens / self.info.tokens_per_unit * self.margin) + 1)
         hold = self.prefixes.hold
         return PrefixLearning(self, slot, [hold(slot, chain) for chain in self.chains])
 

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from msgspec import Struct
 
-from picker.core.plugins.prefix_cache import WHOLE_PROMPT
+from picker.core.plugins.prefix_cache import WHOLE_PROMPT, PrefixCacheArgs
 from picker.core.plugins.token_cost import NAME as TOKEN_COST
 
 
@@ -18,6 +18,10 @@ class ProfileName(StrEnum):
     """The default: the endpoint where the prompt costs least; no weights, no scraped metrics."""
     KTHENA = "kthena"
     """What Kthena's router does without a configuration."""
+    LLM_D = "llm-d"
+    """What llm-d's endpoint picker does without a configuration, and by its chart."""
+    LLM_D_GUIDE = "llm-d-guide"
+    """What llm-d's guides configure since mid-2026: stay with the cache, and there with the fewest queued tokens."""
 
 
 class Profile(Struct, frozen=True):
@@ -29,6 +33,17 @@ class Profile(Struct, frozen=True):
     producers: tuple[str, ...] = ()
 
 
+_APPROXIMATE = PrefixCacheArgs(
+    blockSizeToHash=256,
+    maxBlocksToMatch=2048,
+    maxHashCacheSize=31_250,
+    topKMatches=100_000,
+    sizeFromEngine=True,
+    sizeMargin=4.0,
+)
+"""llm-d's approximate prefix cache: blocks of 64 tokens of 4 bytes, and at most 131,072 tokens. Where an engine says how
+many blocks it has room for, so many are kept; as engine's blocks have 16 tokens, they are four times as large."""
+
 PROFILES: Mapping[ProfileName, Profile] = {
     ProfileName.TOKEN_COST: Profile(
         filters=("endpoint-health",),
@@ -39,5 +54,16 @@ PROFILES: Mapping[ProfileName, Profile] = {
     ProfileName.KTHENA: Profile(
         filters=("least-request",),
         scorers=(("least-request", 1.0), ("least-latency", 1.0), ("prefix-cache", 1.0)),
+    ),
+    ProfileName.LLM_D: Profile(
+        filters=(),
+        scorers=(("queue", 2.0), ("kv-cache-utilization", 2.0), ("prefix-cache", 3.0)),
+        args={"prefix-cache": _APPROXIMATE},
+    ),
+    ProfileName.LLM_D_GUIDE: Profile(
+        filters=("prefix-cache-affinity-filter",),
+        scorers=(("token-load", 1.0),),
+        args={"prefix-cache": _APPROXIMATE},
+        producers=("prefix-cache",),
     ),
 }

@@ -10,19 +10,26 @@ from typing import Any
 
 from msgspec import Struct
 
+from picker.core.plugins.active_request import ActiveRequestArgs, ActiveRequestScorer
 from picker.core.plugins.args import NoArgs
 from picker.core.plugins.endpoint_health import EndpointHealthFilter
 from picker.core.plugins.gpu_usage import GpuUsageScorer
+from picker.core.plugins.kv_cache_utilization import KvCacheUtilizationScorer
 from picker.core.plugins.kvcache_args import KvCacheArgs
 from picker.core.plugins.kvcache_aware import KvCacheProducer
 from picker.core.plugins.least_latency import LeastLatencyArgs, LeastLatencyScorer
 from picker.core.plugins.least_request import LeastRequestArgs, LeastRequestFilter, LeastRequestScorer
+from picker.core.plugins.load_aware import LoadAwareArgs, LoadAwareScorer
 from picker.core.plugins.lora_affinity import LoraAffinityFilter
+from picker.core.plugins.no_hit_lru import NoHitLruArgs, NoHitLruScorer
 from picker.core.plugins.prefix_cache import PrefixCacheArgs, PrefixCacheProducer, PrefixScorer
+from picker.core.plugins.prefix_cache_affinity import PrefixCacheAffinityArgs, PrefixCacheAffinityFilter
+from picker.core.plugins.queue import QueueScorer
 from picker.core.plugins.random_score import RandomScorer
 from picker.core.plugins.token_cost import NAME as TOKEN_COST
 from picker.core.plugins.token_cost import TokenCostArgs, TokenCostScorer
-from picker.core.scheduling.api import Filter, Producer, Scorer
+from picker.core.plugins.token_load import TokenLoadArgs, TokenLoadScorer
+from picker.core.scheduling.api import Filter, MatchFilter, Producer, Scorer
 from picker.core.scheduling.disaggregation import DisaggregationSettings, PrefillDecode
 from picker.core.scheduling.scheduler import Scheduler
 
@@ -33,11 +40,11 @@ class Plugin(Struct, frozen=True):
     """What stands behind a configuration name: any of a filter, a scorer and a producer, with common arguments."""
 
     args: type[Struct] = NoArgs
-    filter: Callable[[Any], Filter] | None = None
+    filter: Callable[[Any], Filter | MatchFilter] | None = None
     scorer: Callable[[Any], Scorer] | None = None
     producer: Callable[[Any, OnEvict], Producer] | None = None
     counts_work: bool = False
-    """Whether its scorer goes by `Candidates.work`."""
+    """Whether it goes by what the prompt means to endpoints, `Candidates.work`, or the match of who knows most."""
 
 
 PLUGINS: Mapping[str, Plugin] = {
@@ -52,6 +59,13 @@ PLUGINS: Mapping[str, Plugin] = {
         producer=PrefixCacheProducer,
     ),
     TOKEN_COST: Plugin(TokenCostArgs, scorer=TokenCostScorer, counts_work=True),
+    "queue": Plugin(scorer=QueueScorer),
+    "kv-cache-utilization": Plugin(scorer=KvCacheUtilizationScorer),
+    "active-request": Plugin(ActiveRequestArgs, scorer=ActiveRequestScorer),
+    "token-load": Plugin(TokenLoadArgs, scorer=TokenLoadScorer, counts_work=True),
+    "load-aware": Plugin(LoadAwareArgs, scorer=LoadAwareScorer),
+    "no-hit-lru": Plugin(NoHitLruArgs, scorer=NoHitLruScorer, counts_work=True),
+    "prefix-cache-affinity-filter": Plugin(PrefixCacheAffinityArgs, filter=PrefixCacheAffinityFilter, counts_work=True),
     "endpoint-health": Plugin(filter=EndpointHealthFilter),
     "kvcache-aware": Plugin(
         KvCacheArgs,
@@ -107,6 +121,6 @@ def build_scheduler(spec: SchedulerSpec, previous: Scheduler | None, on_evict: O
                 notes.append(f"{name}: the index starts empty, because of its new arguments")
         else:
             producers.append(make_producer(args(name), on_evict))
-    counts = any(PLUGINS[name].counts_work for name, _ in spec.scorers)
+    counts = any(PLUGINS[name].counts_work for name in spec.plugins)
     apart = PrefillDecode(spec.disaggregation)
     return Scheduler(filters, producers, scorers, counts_work=counts, disaggregation=apart), notes

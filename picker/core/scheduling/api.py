@@ -103,7 +103,8 @@ class MatchFilter(Protocol):
     """A filter that goes by what a producer matched. It never refuses a request: when it keeps nobody, all stay."""
 
     name: str
-    producer: str
+    producer: str | None
+    """The producer whose match it goes by; None for the one that knows most."""
 
     def keep_matched(self, request: Request, candidates: Candidates, match: MatchInfo | None, rng: Rng) -> Flags | None:
         """True for candidates that stay; None when all do."""
@@ -185,6 +186,13 @@ class Scorer(Protocol):
 
     def score(self, request: Request, candidates: Candidates, match: MatchInfo | None, rng: Rng) -> Floats | None:
         """One score a candidate; None for no opinion, which counts 0 for all."""
+
+
+class Remembering(Protocol):
+    """A scorer that goes by where requests went before."""
+
+    def routed(self, address: str, work: Work) -> None:
+        """A request goes to this endpoint, and means so much prefill to its candidates."""
 
 
 class Costing(Protocol):

@@ -17,6 +17,7 @@ from picker.core.scheduling.api import (
     MatchInfo,
     Prober,
     Producer,
+    Remembering,
     Request,
     Rng,
     Scorer,
@@ -56,6 +57,11 @@ class Matched(NamedTuple):
         at = mine.searchsorted(candidates.slots)
         return {name: info._replace(matched=info.matched[at]) for name, info in self.infos.items()}
 
+    def best(self, candidates: Candidates, producer: str | None) -> MatchInfo | None:
+        """What a producer said of some of them, or the first that said something."""
+        infos = self.among(candidates)
+        return next(iter(infos.values()), None) if producer is None else infos.get(producer)
+
 
 class Disaggregation(Protocol):
     """Decides where prefill and decode happen, with the plugins of a scheduler."""
@@ -85,6 +91,7 @@ class Scheduler:
         self._costing: Costing | None = next(
             (formula for scorer, _ in scorers if (formula := getattr(scorer, "formula", None)) is not None), None
         )
+        self._remembering = tuple(cast("Remembering", scorer) for scorer, _ in scorers if hasattr(scorer, "routed"))
         self._probers = tuple(cast("Prober", plugin) for plugin in filters if hasattr(plugin, "probe"))
 
     def decide(
@@ -148,7 +155,7 @@ class Scheduler:
         if reason is Reason.ROUTED:
             matched = self.match(request, candidates, rng) if matched is None else matched
             for late in self._late_filters:
-                keep = late.keep_matched(request, candidates, matched.among(candidates).get(late.producer), rng)
+                keep = late.keep_matched(request, candidates, matched.best(candidates, late.producer), rng)
                 if keep is not None and keep.any():
                     candidates = narrow(candidates, keep)
                 ran.append((late.name, len(candidates.slots)))
@@ -203,6 +210,12 @@ class Scheduler:
             costing=self._costing,
             first=first,
         )
+
+    def routed(self, decision: Decision) -> None:
+        """Tell scorers that go by it where a request goes."""
+        if decision.work is not None:
+            for scorer in self._remembering:
+                scorer.routed(decision.destinations[0], decision.work)
 
     def _probe(self, request: Request, candidates: Candidates) -> int | None:
         for prober in self._probers:
