@@ -147,6 +147,7 @@ class Director:
         learnings = [match.picked(decision.slot) for match in decision.matches.values()]
         if self.sticky is not None and (pin := self.sticky.bind(decision, self.table)) is not None:
             learnings.append(pin)
+        self.scheduler.routed(decision)
         self.in_flight += 1
         there = None if prefill is None or apart is None else Ticket(self, prefill, self._forgets, apart)
         return Ticket(self, decision, self._forgets, learnings, there)
