@@ -416,7 +416,8 @@ def test_an_escaped_nul_is_text():
 
 
 def test_of_duplicate_keys_the_last_counts():
-    assert parse(COMPLETIONS, b'{"prompt":"a","model":"x","prompt":"b","model":"y"}') == Prompt("y", (b"b",))
+    prompt = parse(COMPLETIONS, b'{"prompt":"a","model":"x","prompt":"b","model":"y"}')
+    assert (prompt.model, prompt.texts, prompt.unused) == ("y", (b"b",), None)
     assert parse(COMPLETIONS, b'{"prompt":"a","prompt":5}').unused is Unused.WRONG_TYPE
     body = b'{"messages":[{"role":"user","role":"tool","content":"a","content":"b"}]}'
     assert parse(CHAT, body).texts == (b"<|im_start|>tool\nb<|im_end|>\n",)

@@ -8,13 +8,13 @@ is bounded in bytes by the exchange and in number here.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from functools import lru_cache
-from typing import Any
+from typing import Any, Final
 
 import msgspec
-from msgspec import Struct
+from msgspec import Raw, Struct
 
 from picker.core.prompts.complexity import too_complex
 from picker.core.prompts.render import chat_text, responses_text
@@ -44,20 +44,16 @@ class Unused(StrEnum):
     """Reading it, or scoring with it, raised an unexpected error."""
 
 
-class Prompt(Struct, frozen=True):
-    """What a decision may know about a request's prompt.
+ABSENT: Final = Raw(b"")
+"""The value of a field that is not decoded when it is missing."""
 
-    `texts` holds one rendered prompt for each prompt of the request (several only for batch completions), as the
-    bytes that prefixes are matched on. It is empty exactly when `unused` says why.
+
+class Fields(Struct, gc=False):
+    """What of a body an engine could make a prompt of, and what ties the prompt to others.
+
+    Every value is the client's: any JSON there is. Fields that few readers want are not decoded, and empty when missing.
     """
 
-    model: str = ""
-    texts: tuple[bytes, ...] = ()
-    unused: Unused | None = None
-    stream: bool = False
-
-
-class _Body(Struct, gc=False):
     model: Any = None
     prompt: Any = None
     messages: Any = None
@@ -65,6 +61,41 @@ class _Body(Struct, gc=False):
     input: Any = None
     instructions: Any = None
     stream: Any = None
+    tools: Raw = ABSENT
+    functions: Raw = ABSENT
+    response_format: Raw = ABSENT
+    text: Raw = ABSENT
+    output_format: Raw = ABSENT
+    output_config: Raw = ABSENT
+    documents: Raw = ABSENT
+    chat_template: Raw = ABSENT
+    chat_template_kwargs: Raw = ABSENT
+    reasoning: Raw = ABSENT
+    reasoning_effort: Raw = ABSENT
+    mm_processor_kwargs: Raw = ABSENT
+    cache_salt: Raw = ABSENT
+    prompt_logprobs: Raw = ABSENT
+    echo: Raw = ABSENT
+    session_id: Raw = ABSENT
+    prompt_cache_key: Raw = ABSENT
+    conversation: Raw = ABSENT
+    previous_response_id: Raw = ABSENT
+
+
+class Prompt(Struct, frozen=True):
+    """What a decision may know about a request's prompt.
+
+    `texts` holds one rendered prompt for each prompt of the request (several only for batch completions), as the
+    bytes that prefixes are matched on. It is empty exactly when `unused` says why. `fields` is what the texts were made
+    of, for whoever needs more than text; None when the body could not be read. `headers` are the request's.
+    """
+
+    model: str = ""
+    texts: tuple[bytes, ...] = ()
+    unused: Unused | None = None
+    stream: bool = False
+    fields: Fields | None = None
+    headers: Mapping[str, bytes] = {}
 
 
 class _Head(Struct, gc=False):
@@ -74,11 +105,11 @@ class _Head(Struct, gc=False):
     stream: bool | None = None
 
 
-_decode = msgspec.json.Decoder(_Body).decode
+_decode = msgspec.json.Decoder(Fields).decode
 _decode_head = msgspec.json.Decoder(_Head).decode
 
 
-def _completions(body: _Body) -> tuple[bytes, ...] | None:
+def _completions(body: Fields) -> tuple[bytes, ...] | None:
     prompt = body.prompt
     if isinstance(prompt, str):
         return (prompt.encode(),)
@@ -102,19 +133,19 @@ def _tokens(prompts: list[Any]) -> tuple[bytes, ...] | None:
         return None
 
 
-def _chat(body: _Body) -> tuple[bytes, ...] | None:
+def _chat(body: Fields) -> tuple[bytes, ...] | None:
     if not isinstance(body.messages, list):
         return None
     return (chat_text(body.messages, body.system).encode(),)
 
 
-def _responses(body: _Body) -> tuple[bytes, ...] | None:
+def _responses(body: Fields) -> tuple[bytes, ...] | None:
     if not isinstance(body.input, str | list) and body.input is not None:
         return None
     return (responses_text(body.input, body.instructions).encode(),)
 
 
-_READERS: tuple[tuple[str, Callable[[_Body], tuple[bytes, ...] | None]], ...] = (
+_READERS: tuple[tuple[str, Callable[[Fields], tuple[bytes, ...] | None]], ...] = (
     ("/chat/completions", _chat),
     ("/completions", _completions),
     ("/responses", _responses),
@@ -122,47 +153,47 @@ _READERS: tuple[tuple[str, Callable[[_Body], tuple[bytes, ...] | None]], ...] = 
 )
 
 
-def parse(path: str, body: bytes, *, content_encoding: bytes = b"") -> Prompt:
+def parse(path: str, body: bytes, *, content_encoding: bytes = b"", headers: Mapping[str, bytes] = {}) -> Prompt:
     """Read the prompt of a complete request body.
 
     `path` is the request path; a query string is ignored and a prefix before the API's own path is allowed.
     Rules: seed "Building the prompt string". Duplicate keys: the last counts, as in the engines' own parsers.
     """
     if not body:
-        return Prompt(unused=Unused.NO_BODY)
+        return Prompt(unused=Unused.NO_BODY, headers=headers)
     if content_encoding and content_encoding.lower() != b"identity":
-        return Prompt(unused=Unused.CONTENT_ENCODING)
+        return Prompt(unused=Unused.CONTENT_ENCODING, headers=headers)
     if too_complex(body):
-        return _without_parts(body)
+        return _without_parts(body, headers)
     try:
         fields = _decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         # A number out of range is refused like a value of another type, wherever it stands.
         other = isinstance(error, msgspec.ValidationError) and not body.lstrip().startswith(b"{")
-        return Prompt(unused=Unused.NOT_AN_OBJECT if other else Unused.INVALID_JSON)
+        return Prompt(unused=Unused.NOT_AN_OBJECT if other else Unused.INVALID_JSON, headers=headers)
     model = fields.model[:MAX_MODEL_LENGTH] if isinstance(fields.model, str) else ""
     stream = fields.stream is True
     read = _reader(path)
-    if read is None:
-        return Prompt(model, unused=Unused.UNKNOWN_PATH, stream=stream)
-    texts = read(fields)
+    texts = read(fields) if read is not None else None
     if texts is None:
-        return Prompt(model, unused=Unused.WRONG_TYPE, stream=stream)
+        unused = Unused.UNKNOWN_PATH if read is None else Unused.WRONG_TYPE
+        return Prompt(model, unused=unused, stream=stream, headers=headers)
     texts = tuple(filter(None, texts))
-    return Prompt(model, texts, None if texts else Unused.EMPTY, stream)
+    return Prompt(model, texts, None if texts else Unused.EMPTY, stream, fields, headers)
 
 
-def _without_parts(body: bytes) -> Prompt:
+def _without_parts(body: bytes, headers: Mapping[str, bytes]) -> Prompt:
     try:
         head = _decode_head(body)
     except msgspec.ValidationError:
-        return Prompt(unused=Unused.TOO_COMPLEX)
+        return Prompt(unused=Unused.TOO_COMPLEX, headers=headers)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        return Prompt(unused=Unused.INVALID_JSON)
-    return Prompt((head.model or "")[:MAX_MODEL_LENGTH], unused=Unused.TOO_COMPLEX, stream=head.stream is True)
+        return Prompt(unused=Unused.INVALID_JSON, headers=headers)
+    model, stream = (head.model or "")[:MAX_MODEL_LENGTH], head.stream is True
+    return Prompt(model, unused=Unused.TOO_COMPLEX, stream=stream, headers=headers)
 
 
 @lru_cache(maxsize=256)
-def _reader(path: str) -> Callable[[_Body], tuple[bytes, ...] | None] | None:
+def _reader(path: str) -> Callable[[Fields], tuple[bytes, ...] | None] | None:
     path = path.partition("?")[0].rstrip("/")
     return next((read for suffix, read in _READERS if path.endswith(suffix)), None)
