@@ -18,9 +18,19 @@ from msgspec import Struct
 
 from picker.app import config_scheduler
 from picker.app.certificates import certificate_source
-from picker.app.config_settings import Config, Listen, Predict, Scrape, StaticEndpoints, TlsMode
+from picker.app.config_settings import (
+    Config,
+    KubernetesEndpoints,
+    KubernetesSource,
+    Listen,
+    Predict,
+    Scrape,
+    StaticEndpoints,
+    TlsMode,
+)
 from picker.app.migration.mapped import Mapped
 from picker.app.migration.reading import in_our_shape
+from picker.core.kubernetes.pools import MOST_PORTS
 from picker.core.plugins.registry import SchedulerSpec
 from picker.core.strict import ConfigError, Findings, Problem, child, decode
 from picker.io import strict_yaml
@@ -75,6 +85,8 @@ def load(document: str | bytes, overrides: Mapping[str, Any] = MappingProxyType(
         endpoints = StaticEndpoints(endpoint_list.settle(endpoints.static, "endpoints.static", findings))
         if not endpoints.static:
             findings.warn("endpoints", "there are none, so every request is refused; add some under static")
+    if isinstance(endpoints, KubernetesEndpoints):
+        _check_kubernetes(endpoints.kubernetes, "endpoints.kubernetes", findings)
     findings.check()
     settled = msgspec.structs.replace(config, scheduler=scheduler, endpoints=endpoints)
     return Loaded(settled, spec, tuple(findings.warnings), mapped)
@@ -151,6 +163,24 @@ def _check_listen(listen: Listen, findings: Findings) -> None:
             findings.warn(f"listen.tls.{name}", f"is not used with mode: {tls.mode}; use mode: files")
     if tls.mode is not TlsMode.SELF_SIGNED and tls.names:
         findings.warn("listen.tls.names", f"is not used with mode: {tls.mode}; use mode: self-signed")
+
+
+def _check_kubernetes(source: KubernetesSource, path: str, findings: Findings) -> None:
+    ports = child(path, "ports")
+    pool = source.pool.name
+    if bool(pool) == bool(source.selector):
+        has = "has both pool and selector" if pool else "has neither pool nor selector"
+        findings.add(path, has, remedy="name an InferencePool, or write a label selector and ports")
+    elif pool and source.ports:
+        findings.add(ports, "belongs to selector", source.ports, "remove it: the pool says which ports there are")
+    elif source.selector and not source.ports:
+        findings.add(ports, "is missing", remedy="add the ports that the pods serve on, such as [8000]")
+    if len(source.ports) > MOST_PORTS:
+        findings.add(ports, f"has {len(source.ports)} entries; at most {MOST_PORTS} are supported")
+    if len(set(source.ports)) < len(source.ports):
+        findings.add(ports, "has a port twice", source.ports, "remove one of them")
+    if source.context and not source.kubeconfig:
+        findings.add(child(path, "context"), "belongs to kubeconfig", source.context, "name the kubeconfig too")
 
 
 def _check_predict(predict: Predict, findings: Findings) -> None:

@@ -303,7 +303,8 @@ def _endpoints(values: Mapping[str, Any], environment: Mapping[str, str], findin
     if name:
         if ports:
             findings.warn("--endpoint-target-ports", "has no effect: the InferencePool has the ports")
-        return {"pool": {"name": name, "namespace": namespace, "group": values.get("pool-group", PoolGroup.V1.value)}}
+        group = values.get("pool-group", PoolGroup.V1.value)
+        return {"pool": {"name": name, "group": group}, "namespace": namespace}
     if selector:
         if not ports or len(ports) > MOST_PORTS:
             findings.add(

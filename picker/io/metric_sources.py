@@ -29,6 +29,8 @@ class Sources:
         self.transport: TransportCounters | None = None
         self.scrape_outcomes: Mapping[str, int] = {}
         self.discovery_outcomes: Callable[[], Mapping[str, int]] = dict
+        self.discovery_staleness: Callable[[], float | None] = lambda: None
+        self.odd_pods: Callable[[], Mapping[str, int]] = dict
         self.reload_outcomes: Callable[[], Mapping[str, int]] = dict
         self.prediction_outcomes: Callable[[], Mapping[str, int]] = dict
         self.kv_cache: Callable[[], KvCacheRuntime | None] = lambda: None
@@ -140,8 +142,22 @@ class Sources:
             counter(
                 "discovery_updates_total",
                 "outcome",
-                "Updates of the list of endpoints.",
+                "Updates of the list of endpoints, and failures to get them. The log says what is wrong.",
                 lambda: _by_outcome(self.discovery_outcomes()),
+            ),
+            gauge(
+                "discovery_staleness_seconds",
+                "",
+                "Time since the API server last said something that holds. It talks about once a minute; growing beyond "
+                "that, endpoints stay what they were then.",
+                self._discovery_staleness,
+            ),
+            gauge(
+                "discovery_odd_pods",
+                "reason",
+                "Ready pods with something wrong: an annotation or an engine label that says nothing, no address, or the "
+                "address of another pod.",
+                lambda: _by_outcome(self.odd_pods()),
             ),
             counter(
                 "config_reloads_total",
@@ -183,6 +199,10 @@ class Sources:
                 lambda: [((__version__, platform.python_version()), 1)],
             ),
         ]
+
+    def _discovery_staleness(self) -> Readings:
+        seconds = self.discovery_staleness()
+        return () if seconds is None else [((), seconds)]
 
     def _endpoint_in_flight(self) -> Readings:
         if self.director:

@@ -95,7 +95,7 @@ def test_all_problems_are_said_at_once():
         listen: {extproc: "localhost:9002", transport: http, drainSeconds: .nan}
         exchange: {fallbacks: true, retryAfterSeconds: 1.5}
         scrape: {intervalSeconds: "0.2", timeoutSeconds: 0, path: metrics}
-        endpoints: {static: [{address: "pod-a:8000"}, {name: b}], kubernetes: {}}
+        endpoints: {static: [{address: "pod-a:8000"}, {name: b}], consul: {}}
         scheduler:
           pluginConfig: [{name: kvcache-awar, args: {}}, {name: random, args: {seed: 1}}, {args: {}}]
           plugins:
@@ -112,7 +112,7 @@ def test_all_problems_are_said_at_once():
         'scrape.intervalSeconds: "0.2": expected a number, got text; write plain decimal digits',
         "scrape.timeoutSeconds: 0: must be at least 0.01",
         'scrape.path: "metrics": does not match ^/[!-~]*$; start it with "/"',
-        "endpoints.kubernetes: {}: unknown key; known: file, static",
+        "endpoints.consul: {}: unknown key; known: file, kubernetes, static",
         'endpoints.static[0].address: "pod-a:8000": is not an IP address',
         "endpoints.static[1].address: is missing",
         'scheduler.pluginConfig[0].name: "kvcache-awar": unknown plugin; did you mean "kvcache-aware"?',

@@ -69,7 +69,8 @@ def test_a_published_chart_is_understood():
         "log": {"format": "json", "level": "debug"},
         "endpoints": {
             "kubernetes": {
-                "pool": {"name": "vllm-qwen", "namespace": "default", "group": "inference.networking.k8s.io"}
+                "pool": {"name": "vllm-qwen", "group": "inference.networking.k8s.io"},
+                "namespace": "default",
             }
         },
     }
@@ -140,9 +141,7 @@ def test_encryption_is_on_for_an_endpoint_picker_unless_it_is_turned_off(argumen
 
 def test_the_namespace_comes_from_the_environment():
     def namespace(*arguments: str, **environment: str) -> str:
-        return read("--pool-name=p", *arguments, **environment).overrides["endpoints"]["kubernetes"]["pool"][
-            "namespace"
-        ]
+        return read("--pool-name=p", *arguments, **environment).overrides["endpoints"]["kubernetes"]["namespace"]
 
     assert namespace("--pool-namespace=a", NAMESPACE="b") == "a"
     assert namespace(NAMESPACE="b") == "b"
