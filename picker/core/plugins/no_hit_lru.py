@@ -46,7 +46,9 @@ class NoHitLruScorer:
         endpoints, sent = candidates.table.endpoints, self._sent
         last = np.array([sent.get(endpoints[slot].address, 0) for slot in slots.tolist()])
         longer = np.sort(last).searchsorted(last)
-        rated: Floats = 100.0 - longer * (100.0 / max(len(slots) - 1, 1))
+        rated: Floats = longer.astype(np.float64)
+        rated *= -100.0 / max(len(slots) - 1, 1)
+        rated += 100.0
         return rated
 
     def routed(self, address: str, work: Work) -> None:
