@@ -155,13 +155,20 @@ class Director:
     def replace_endpoints(self, endpoints: Iterable[Endpoint]) -> tuple[int, int]:
         """Make these the endpoints; returns how many came and went. What went is forgotten everywhere.
 
-        A slot is forgotten when it is filled, too, so that a request from before teaches its new endpoint nothing.
+        A slot is forgotten when it is filled, too, so that a request from before teaches its new endpoint nothing. An
+        endpoint that stays, but whose container is another one, has restarted.
         """
-        added, removed = self.table.replace(endpoints)
+        table = self.table
+        before = {slot: table.endpoints[slot].started_at for slot in table.slots.tolist()}
+        added, removed = table.replace(endpoints)
         for slot in (*removed, *added):
             self._note_forgetting(slot)
             for producer in self.scheduler.producers:
                 producer.forget(slot)
+        for slot in before.keys() - {*added, *removed}:
+            started = table.endpoints[slot].started_at
+            if started is not None and before[slot] not in {None, started}:
+                self.restarted(slot)
         return len(added), len(removed)
 
     def restarted(self, slot: int) -> None:

@@ -274,6 +274,17 @@ def test_an_engine_restart_forgets_prompts_but_not_requests():
     assert (flights(made), matched(made, "abcdef")) == ({A: 0}, {})
 
 
+def test_another_container_of_the_same_endpoint_holds_nothing():
+    made = director()
+    made.replace_endpoints([Endpoint(A, A, started_at=10.0), Endpoint(B, B)])
+    made.route(made.decide(asking("abcdef", (A,)))).finish(succeeded())
+    made.route(made.decide(asking("abcdef", (B,)))).finish(succeeded())
+    made.replace_endpoints([Endpoint(A, A, started_at=10.0), Endpoint(B, B, started_at=10.0)])
+    assert matched(made, "abcdef") == {A: 3, B: 3}  # that of B was not known before
+    assert made.replace_endpoints([Endpoint(A, A, started_at=20.0), Endpoint(B, B)]) == (0, 0)
+    assert matched(made, "abcdef") == {B: 3}
+
+
 def test_a_new_configuration_takes_the_index_over():
     made = director(A, B)
     first = made.decide(asking("abcdef"))
