@@ -91,14 +91,10 @@ class Decide(Struct, frozen=True, gc=False):
 
 
 class Answered(Struct, frozen=True, gc=False):
-    """The final response headers of a routed request came. Emitted at most once, before `Finish`.
-
-    `content_type` and `content_encoding` are those of the response, b"" where it has none.
-    """
+    """The final response headers of a routed request came. Emitted at most once, before `Finish`."""
 
     status: int | None
-    content_type: bytes = b""
-    content_encoding: bytes = b""
+    headers: Mapping[str, bytes] = {}
 
 
 class FirstChunk(Struct, frozen=True, gc=False):

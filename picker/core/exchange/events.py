@@ -69,8 +69,7 @@ class ResponseHeaders(Struct, frozen=True, gc=False):
     end_of_stream: bool = False
     served: str | None = None
     protocol: ProtocolConfig | None = None
-    content_type: bytes = b""
-    content_encoding: bytes = b""
+    headers: Mapping[str, bytes] = {}
 
 
 class ResponseBody(Struct, frozen=True, gc=False):

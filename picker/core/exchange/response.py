@@ -75,7 +75,7 @@ class ResponseHalf:
         self._status = event.status
         effects = _HEADERS
         if self.routed:
-            effects += (Answered(event.status, event.content_type, event.content_encoding),)
+            effects += (Answered(event.status, event.headers),)
         if event.end_of_stream:
             self._over = True
             return effects + self.finish(LearnedOn.RESPONSE_BODY)

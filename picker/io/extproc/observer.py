@@ -109,7 +109,7 @@ class Observations:
             self.outcomes["unmatched"] += 1
             return None
         entry.observed = True
-        tap = UsageTap(response.content_type, response.content_encoding, entry.path, self.outcomes, self._telemetry)
+        tap = UsageTap(response.headers, entry.path, self.outcomes, self._telemetry)
         return entry, tap
 
     def _late(self) -> None:

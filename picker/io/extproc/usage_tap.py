@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from picker.core.telemetry import Telemetry
 from picker.core.usage import Usage, UsageReader
@@ -11,17 +12,18 @@ from picker.core.usage import Usage, UsageReader
 class UsageTap:
     """One response's usage. Whatever goes wrong in reading it costs the usage and nothing else.
 
+    `headers` are the response's, `path` is the request's.
     `outcomes` counts `read` and `absent` responses, and by `Drop` what could not be used.
     """
 
     __slots__ = ("_outcomes", "_reader", "_telemetry")
 
-    def __init__(
-        self, content_type: bytes, content_encoding: bytes, path: str, outcomes: Counter[str], telemetry: Telemetry
-    ) -> None:
+    def __init__(self, headers: Mapping[str, bytes], path: str, outcomes: Counter[str], telemetry: Telemetry) -> None:
         self._outcomes = outcomes
         self._telemetry = telemetry
-        self._reader: UsageReader | None = UsageReader(content_type, content_encoding, path)
+        self._reader: UsageReader | None = UsageReader(
+            headers.get("content-type", b""), headers.get("content-encoding", b""), path
+        )
 
     def feed(self, data: bytes) -> None:
         """Take in the next piece of the body."""
