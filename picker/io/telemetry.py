@@ -202,20 +202,13 @@ def without_prompt(decision: Decision) -> Decision:
     """The same decision without anything that is secret or large: no prompt, no query string, no match state."""
     request = decision.request
     prompt = request.prompt
-    return Decision(
-        Request(
+    return msgspec.structs.replace(
+        decision,
+        request=Request(
             _cut(request.request_id), _cut(request.path.partition("?")[0]), Prompt(prompt.model, (), prompt.unused)
         ),
-        decision.reason,
-        decision.slots,
-        decision.endpoints,
-        decision.in_flight,
-        decision.totals,
-        decision.plugins,
-        decision.order,
-        decision.filters,
-        {},
-        decision.steps,
+        matches={},
+        prefill=None if decision.prefill is None else without_prompt(decision.prefill),
     )
 
 

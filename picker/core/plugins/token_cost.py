@@ -61,12 +61,9 @@ class TokenCostScorer:
         self.formula = TokenCost(args.disturbance, args.request_tokens, args.batch_tokens)
 
     def score(self, request: Request, candidates: Candidates, match: MatchInfo | None, rng: Rng) -> Floats | None:  # noqa: ARG002
-        """None without `Candidates.work`, which a scheduler with this scorer counts."""
-        work = candidates.work
-        if work is None:
+        """None without `Candidates.costs`, which a scheduler makes with the formula of this scorer."""
+        costs = candidates.costs
+        if costs is None:
             return None
-        table, slots = candidates.table, candidates.slots
-        costs = self.formula.costs(work.uncached, table.queued_tokens.take(slots), table.in_flight.take(slots))
-        best = costs.item(costs.argmin())
-        rated: Floats = np.divide(100.0 * best, costs, out=costs)
+        rated: Floats = 100.0 * costs.item(costs.argmin()) / costs
         return rated

@@ -68,13 +68,14 @@ class Work(NamedTuple):
 class Candidates(Struct, frozen=True, gc=False):
     """The endpoints still in the race. Arrays that plugins return have one entry for each of `slots`.
 
-    `work` is there for scorers of a scheduler that counts it.
+    `work` is there for scorers of a scheduler that counts it, `costs`, in tokens, where one of them has a formula for it.
     """
 
     table: EndpointTable
     slots: Slots
     mask: int
     work: Work | None = None
+    costs: Floats | None = None
 
 
 class MatchInfo(NamedTuple):
@@ -196,7 +197,7 @@ class Remembering(Protocol):
 
 
 class Costing(Protocol):
-    """Turns work and load into the cost of each candidate, in tokens; lowest is best."""
+    """Turns work and load into the cost of each candidate, in tokens; lowest is best. The `formula` of a scorer."""
 
     def costs(self, uncached: Floats, queued: Floats, in_flight: Integers) -> Floats: ...
 

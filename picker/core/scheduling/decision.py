@@ -9,7 +9,7 @@ import numpy as np
 from msgspec import Struct
 
 from picker.core.endpoints import Endpoint, Floats, Integers, Slots
-from picker.core.scheduling.api import Costing, Match, MatchInfo, Request, Work
+from picker.core.scheduling.api import Match, MatchInfo, Request, Work
 
 _NONE = np.zeros(0)
 
@@ -90,7 +90,8 @@ class Decision(Struct, frozen=True):
     """Uncached tokens sent to each candidate before, whose prefill is not over; there when `work` is."""
     prefill_rate: Floats = _NONE
     """Tokens per second that each candidate was seen to compute, NaN when it was not; there when `work` is."""
-    costing: Costing | None = None
+    costs: Floats = _NONE
+    """What sending the prompt to each candidate costs, in tokens; there when a scorer has a formula for it."""
     first: First | None = None
     headers: tuple[tuple[str, bytes], ...] = ()
     """Request headers that tell the destination what was decided for it."""
@@ -120,9 +121,6 @@ class Decision(Struct, frozen=True):
             set(range(len(self.endpoints))) - set(ranks),
             key=lambda position: (-self.totals[position], self.in_flight[position], position),
         )
-        costs = _NONE
-        if self.costing is not None and self.work is not None:
-            costs = self.costing.costs(self.work.uncached, self.queued, self.in_flight)
         return {
             "request_id": self.request.request_id,
             "path": self.request.path,
@@ -137,15 +135,13 @@ class Decision(Struct, frozen=True):
             "destinations": list(self.destinations),
             "filters": [{"filter": name, "remaining": remaining} for name, remaining in self.filters],
             "step_microseconds": {name: value / 1000 for name, value in self.steps._asdict().items()},
-            "endpoints": [
-                self._endpoint(position, rank, costs) for rank, position in enumerate((*self.order, *rest), 1)
-            ],
+            "endpoints": [self._endpoint(position, rank) for rank, position in enumerate((*self.order, *rest), 1)],
         }
 
-    def _endpoint(self, position: int, rank: int, costs: Floats) -> dict[str, Any]:
+    def _endpoint(self, position: int, rank: int) -> dict[str, Any]:
         endpoint = self.endpoints[position]
-        cost = float(costs[position]) if len(costs) else 0.0
-        rate = float(self.prefill_rate[position]) if len(costs) else 0.0
+        cost = float(self.costs[position]) if len(self.costs) else 0.0
+        rate = float(self.prefill_rate[position]) if len(self.costs) else 0.0
         return {
             "name": endpoint.name,
             "namespace": endpoint.namespace,

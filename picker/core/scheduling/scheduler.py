@@ -150,7 +150,7 @@ class Scheduler:
         totals: Floats = _NOTHING
         order: tuple[int, ...] = ()
         work: Work | None = None
-        queued = rates = _NOTHING
+        queued = rates = costs = _NOTHING
         first: First | None = None
         if reason is Reason.ROUTED:
             matched = self.match(request, candidates, rng) if matched is None else matched
@@ -164,11 +164,14 @@ class Scheduler:
                 work = _work(request, len(candidates.slots), infos)
                 queued = table.queued_tokens.take(candidates.slots)
                 rates = table.prefill_rate.take(candidates.slots)
-                candidates = Candidates(table, candidates.slots, candidates.mask, work)
             done_matching = timer()
         slots = candidates.slots
         in_flight: Integers = table.in_flight.take(slots)
         if reason is Reason.ROUTED:
+            if work is not None:
+                if self._costing is not None:
+                    costs = self._costing.costs(work.uncached, queued, in_flight)
+                candidates = Candidates(table, slots, candidates.mask, work, costs if len(costs) else None)
             for scorer, weight in self.scorers:
                 info = infos.get(scorer.producer) if scorer.producer else None
                 scores = scorer.score(request, candidates, info, rng)
@@ -207,7 +210,7 @@ class Scheduler:
             work=work,
             queued=queued,
             prefill_rate=rates,
-            costing=self._costing,
+            costs=costs,
             first=first,
         )
 
