@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from picker.app import config_scheduler
+from picker.app import config_scheduler, config_sticky
 from picker.app.certificates import certificate_source
 from picker.app.config_settings import (
     Config,
@@ -79,6 +79,7 @@ def load(document: str | bytes, overrides: Mapping[str, Any] = MappingProxyType(
     _check_listen(config.listen, findings)
     _check_scrape(config.scrape, findings)
     _check_predict(config.predict, findings)
+    config_sticky.check(config.session_sticky, "sessionSticky", findings)
     scheduler, spec = config_scheduler.settle(config.scheduler, "scheduler", findings)
     endpoints = config.endpoints
     if isinstance(endpoints, StaticEndpoints):

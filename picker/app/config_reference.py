@@ -26,7 +26,8 @@ _Row = tuple[str, str, str, str]
 
 def reference_markdown() -> str:
     """A table for each section of the configuration, and for the arguments of each plugin that has some."""
-    meanings = field_docstrings(Config)
+    docstrings = field_docstrings(Config)
+    meanings = {field.encode_name: docstrings[field.name] for field in msgspec.structs.fields(Config)}
     sections = groupby(_rows(Config, ""), lambda row: row[0].partition(".")[0])
     parts = [_table(f"`{name}`", meanings[name], rows) for name, rows in sections]
     parts.append("### Plugins\n\n" + _plugins())

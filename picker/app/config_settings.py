@@ -8,6 +8,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from picker.app.config_scheduler import SchedulerConfig
+from picker.app.config_sticky import SessionSticky
 from picker.core import addresses
 from picker.core.admission.settings import AdmissionSettings
 from picker.core.exchange.events import BodyMode
@@ -276,7 +277,7 @@ class Debug(Struct, frozen=True, rename="camel"):
     """Decisions kept for a watcher that reads slowly; older ones are dropped."""
 
 
-class Config(Struct, frozen=True):
+class Config(Struct, frozen=True, rename="camel"):
     """A configuration with every default filled in."""
 
     listen: Listen = Listen()
@@ -289,6 +290,8 @@ class Config(Struct, frozen=True):
     """How the load of engines is read."""
     scheduler: SchedulerConfig = SchedulerConfig()
     """How an endpoint is chosen. A Kthena `routerConfiguration` pastes in here."""
+    session_sticky: SessionSticky = SessionSticky()
+    """Requests of one session go to one endpoint, for as long as it passes the filters. Off without `sources`."""
     admission: AdmissionSettings = AdmissionSettings()
     """Who is turned away, and who waits, while the pool is saturated."""
     predict: Predict = Predict()

@@ -26,6 +26,7 @@ from picker.app.config_settings import FileEndpoints, KubernetesEndpoints, Learn
 from picker.app.kubernetes import kubernetes_settings
 from picker.app.kvcache import KvCachePart, PredictError
 from picker.app.reload import ConfigFile
+from picker.app.sticky import StickyPart
 from picker.core.director import Director
 from picker.core.endpoints import Endpoint, EndpointTable
 from picker.core.plugins.registry import build_scheduler
@@ -117,6 +118,7 @@ class Picker:
         )
         self._director.decision_seconds = config.exchange.decision_seconds
         self._kv_cache = KvCachePart(self._director, config.predict, self._keep)
+        self._sticky = StickyPart(self._director, self._keep)
         soon = asyncio.get_running_loop().call_soon
         self._service = ExtProcService(self._director, self._hub, _extproc_settings(config), soon)
         self._admit(config)
@@ -159,6 +161,7 @@ class Picker:
             self.ports["extproc"] = await self._server.start(*_split(listen.extproc))
         with _naming("predict.listen", config.predict.listen):
             await self._kv_cache.start()
+        self._sticky.configure(config.session_sticky)
         if self._kv_cache.port is not None:
             self.ports["predict"] = self._kv_cache.port
         self._discover(config)
@@ -179,6 +182,7 @@ class Picker:
             if task is not None:
                 task.cancel()
         await self._kv_cache.stop()
+        await self._sticky.stop()
         await self._admin.close(0.2)
         await self._http.cleanup()
         logger.info("The picker is down", open_streams=self._service.open_streams)
@@ -194,6 +198,7 @@ class Picker:
         self._director.fallbacks = config.exchange.fallbacks
         self._director.decision_seconds = config.exchange.decision_seconds
         self._kv_cache.configure()
+        self._sticky.configure(config.session_sticky)
         self._director.table.stale_seconds = config.scrape.stale_seconds
         self._service.settings = _extproc_settings(config)
         self._admit(config)

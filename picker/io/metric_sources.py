@@ -17,6 +17,7 @@ from picker.io.extproc.service import ExtProcService
 from picker.io.kvcache.metrics import kv_cache_readings
 from picker.io.kvcache.runtime import KvCacheRuntime
 from picker.io.metric_families import MAX_MODELS, Family, Labels, ModelLabels, Reading, Readings
+from picker.io.sticky.metrics import sticky_readings
 from picker.io.transport.counters import TransportCounters
 
 
@@ -185,6 +186,7 @@ class Sources:
                 lambda: [((), self.transport.connections_open)] if self.transport else (),
             ),
             *kv_cache_readings(self),
+            *sticky_readings(self),
             counter(
                 "model_label_overflow_total",
                 "",

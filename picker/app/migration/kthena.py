@@ -9,21 +9,17 @@ from picker.app.migration.mapped import Mapped
 from picker.core.strict import Findings, child
 
 _AUTH = "let Envoy check tokens (Envoy Gateway: SecurityPolicy), and remove the section"
-_STICKY = "sessions are not pinned: they stay where their prefix is cached"
 
 
 def translate(data: Mapping[str, Any], findings: Findings) -> tuple[dict[str, Any], tuple[Mapped, ...]]:
     """The same without what only Kthena has. Authentication that was asked for is refused, as it would be missing."""
-    ours = {key: value for key, value in data.items() if key not in {"auth", "sessionSticky"}}
+    ours = {key: value for key, value in data.items() if key != "auth"}
     mapped = []
     if "auth" in data:
         for key, value in _entries(data["auth"]):
             if value:
                 findings.add(child("auth", key), "would not be obeyed: the picker does not see who asks", value, _AUTH)
         mapped.append(Mapped("auth", "", "is empty"))
-    if "sessionSticky" in data:
-        findings.warn("sessionSticky", f"has no effect: {_STICKY}")
-        mapped.append(Mapped("sessionSticky", "", _STICKY))
     return ours, tuple(mapped)
 
 

@@ -8,7 +8,7 @@ from picker.app.migration import endpoint_picker, kthena
 from picker.app.migration.mapped import Mapped
 from picker.core.strict import Findings
 
-_KTHENA = {"auth", "sessionSticky"}
+_KTHENA = {"auth"}
 
 
 def in_our_shape(data: Any, findings: Findings) -> tuple[Any, tuple[Mapped, ...]]:

@@ -10,11 +10,11 @@ from __future__ import annotations
 from binascii import Error, a2b_base64
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Any, Final
+from typing import Annotated, Any, Final
 from urllib.parse import unquote_to_bytes
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 MAX_TOKEN_BYTES: Final = 16 * 1024
 """Longest payload of a token that is read."""
@@ -35,7 +35,7 @@ class Source(Struct, frozen=True):
     type: SourceType
     """`Header`, `Query`, `Cookie`, or `JWTClaim`: a top-level claim of the bearer token in `Authorization`, which is text
     or a whole number. The token's signature is not checked."""
-    name: str
+    name: Annotated[str, Meta(pattern=r"^[^\x00-\x1f]+$", max_length=256, extra={"remedy": "name it"})]
     """Name of the header (case-insensitive), query parameter, cookie or claim."""
 
 
