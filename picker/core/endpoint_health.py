@@ -7,6 +7,9 @@ answered brings them back. Nothing here depends on scraped metrics, so that none
 
 from __future__ import annotations
 
+from collections import Counter
+from enum import StrEnum
+
 import numpy as np
 
 from picker.core.arrays import Flags, Floats, Slots
@@ -31,12 +34,31 @@ _NEXT_PROBE_SECONDS = 0.1
 _LOOK_EVERY_SECONDS = 0.02
 
 
+class Suspicion(StrEnum):
+    """Why an endpoint became suspect, as a label of a counter."""
+
+    FAILING = "failing"
+    SILENT = "silent"
+
+
+class SuspectWork(StrEnum):
+    """Why a request was sent to a suspect, as a label of a counter."""
+
+    PROBE = "probe"
+    """It was the suspect's turn."""
+    NO_OTHER = "no_other"
+    """There was nobody else to send it to."""
+
+
 class EndpointHealth:
     """By slot: moving share of failures, since when it is silent, and when it is probed next. Times in seconds."""
 
     def __init__(self) -> None:
+        self.suspicions: Counter[Suspicion] = Counter()
+        self.suspect_work: Counter[SuspectWork] = Counter()
         self._failures: Floats = np.zeros(0)
         self._failing: Flags = np.zeros(0, np.bool_)
+        self._silent: Flags = np.zeros(0, np.bool_)
         self._silent_since: Floats = np.zeros(0)
         self._probe_at: Floats = np.zeros(0)
         self._probe_gap: Floats = np.zeros(0)
@@ -52,6 +74,7 @@ class EndpointHealth:
         more = size - len(self._failures)
         self._failures = np.concatenate((self._failures, np.zeros(more)))
         self._failing = np.concatenate((self._failing, np.zeros(more, np.bool_)))
+        self._silent = np.concatenate((self._silent, np.zeros(more, np.bool_)))
         self._suspects = np.concatenate((self._suspects, np.zeros(more, np.bool_)))
         self._silent_since = np.concatenate((self._silent_since, np.full(more, np.inf)))
         self._probe_at = np.concatenate((self._probe_at, np.full(more, -np.inf)))
@@ -60,7 +83,7 @@ class EndpointHealth:
     def clear(self, slot: int) -> None:
         """Another endpoint has the slot."""
         self._failures[slot] = 0.0
-        self._failing[slot] = self._suspects[slot] = False
+        self._failing[slot] = self._silent[slot] = self._suspects[slot] = False
         self._silent_since[slot] = np.inf
         self._probe_at[slot] = -np.inf
         self._probe_gap[slot] = _FIRST_PROBE_SECONDS
@@ -71,16 +94,22 @@ class EndpointHealth:
         return max(LEAST_PATIENCE_SECONDS, _PATIENCE * self._slowest)
 
     def sent(self, slot: int, now: float) -> None:
-        """A request goes there. To a suspect it is a probe, and the next one waits."""
+        """A request goes there. To a suspect whose turn it is, it is a probe, and the next one waits."""
         if self._silent_since[slot] == np.inf:
             self._silent_since[slot] = now
         if self._any and self._suspects[slot]:
+            if self._probe_at[slot] > now:
+                self.suspect_work[SuspectWork.NO_OTHER] += 1
+                return
+            self.suspect_work[SuspectWork.PROBE] += 1
             self._probe_at[slot] = now + self._probe_gap[slot]
             self._probe_gap[slot] = min(self._probe_gap[slot] * 2, _LAST_PROBE_SECONDS)
 
     def alive(self, slot: int, now: float, owing: int) -> None:
         """It answered something, or worked on it; it still owes answers to `owing` requests."""
         self._silent_since[slot] = now if owing else np.inf
+        if self._silent[slot]:
+            self._probe_gap[slot] = _FIRST_PROBE_SECONDS
 
     def answered(self, slot: int, seconds: float) -> None:
         """A request was answered well, so long after it was sent."""
@@ -105,13 +134,17 @@ class EndpointHealth:
         if share > _SUSPECT_SHARE:
             if not self._failing[slot]:
                 self._look_at = -np.inf
+                self.suspicions[Suspicion.FAILING] += 1
             self._failing[slot] = True
 
     def suspects(self, slots: Slots, now: float) -> Flags | None:
         """Which of these are suspect; None when none is."""
         if now >= self._look_at:
             self._look_at = now + _LOOK_EVERY_SECONDS
-            self._suspects = self._failing | (now - self._silent_since > self.patience)
+            silent = now - self._silent_since > self.patience
+            self.suspicions[Suspicion.SILENT] += int(np.count_nonzero(silent & ~self._silent))
+            self._silent = silent
+            self._suspects = self._failing | silent
             self._any = bool(self._suspects.any())
         if not self._any:
             return None

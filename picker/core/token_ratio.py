@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from picker.core.scheduling.api import Request
 
 DEFAULT = 4.0
@@ -18,6 +20,11 @@ class TokenRatio:
 
     def __init__(self) -> None:
         self._ratios: dict[str, float] = {}
+
+    @property
+    def known(self) -> Mapping[str, float]:
+        """Bytes per token of the models whose prompts engines counted."""
+        return self._ratios
 
     def of(self, model: str) -> float:
         """Bytes per token of prompts to this model."""

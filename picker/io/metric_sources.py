@@ -10,13 +10,13 @@ import numpy as np
 
 from picker import __version__
 from picker.core.director import Director
-from picker.core.endpoints import Floats
 from picker.core.plugins.prefix_cache import PrefixCacheProducer
 from picker.core.prefix_cache.index import PrefixIndex
 from picker.io.extproc.service import ExtProcService
 from picker.io.kvcache.metrics import kv_cache_readings
 from picker.io.kvcache.runtime import KvCacheRuntime
-from picker.io.metric_families import MAX_MODELS, Family, Labels, ModelLabels, Reading, Readings
+from picker.io.metric_families import MAX_MODELS, Family, ModelLabels, Reading, Readings
+from picker.io.metric_routing import by_endpoint, endpoint_labels, routing_readings
 from picker.io.sticky.metrics import sticky_readings
 from picker.io.transport.counters import TransportCounters
 
@@ -185,6 +185,7 @@ class Sources:
                 "Open connections of ext_proc: some for each Envoy.",
                 lambda: [((), self.transport.connections_open)] if self.transport else (),
             ),
+            *routing_readings(self),
             *kv_cache_readings(self),
             *sticky_readings(self),
             counter(
@@ -210,14 +211,11 @@ class Sources:
         if self.director:
             table = self.director.table
             for slot in table.slots.tolist():
-                yield _endpoint_labels(self.director, slot), int(table.in_flight[slot])
+                yield endpoint_labels(self.director, slot), int(table.in_flight[slot])
 
     def _endpoint_load(self, name: str) -> Readings:
         if self.director:
-            table = self.director.table
-            values: Floats = getattr(table, name)
-            for slot in table.slots[~np.isnan(values[table.slots])].tolist():
-                yield _endpoint_labels(self.director, slot), float(values[slot])
+            yield from by_endpoint(self.director, getattr(self.director.table, name))
 
     def _stale(self) -> Readings:
         if self.director:
@@ -240,8 +238,3 @@ class Sources:
 
 def _by_outcome(counts: Mapping[str, int]) -> Readings:
     return [((outcome,), count) for outcome, count in counts.items()]
-
-
-def _endpoint_labels(director: Director, slot: int) -> Labels:
-    endpoint = director.table.endpoints[slot]
-    return f"{endpoint.namespace}/{endpoint.name}", endpoint.address

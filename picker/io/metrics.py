@@ -10,13 +10,14 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from picker.core.exchange.effects import Anomaly, Finish, LearnedOn
 from picker.core.prompts import Unused
-from picker.core.scheduling.decision import Decision, Steps
+from picker.core.scheduling.decision import Decision, First, Steps
 from picker.io.metric_families import OTHER, Counter, Family, Histogram
 from picker.io.metric_sources import Sources
 
 _NANOSECONDS = 1e-9
 _MATCH_RATIOS = (0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1)
 _STEP_NANOSECONDS = tuple(int(us * 1000) for us in (1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 5000, 25000, 100000))
+_COST_TOKENS = (100, 250, 500, 1000, 2500, 5000, 10_000, 25_000, 50_000, 100_000, 250_000, 1_000_000)
 _REQUEST_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 _STATUS_CLASSES = {None: "none"} | {hundreds: f"{hundreds}xx" for hundreds in range(1, 6)}
 
@@ -45,6 +46,26 @@ class Metrics(Sources):
             "Fraction of the prompt that the best endpoint holds, once for each decision that looked; 0 is a miss. "
             "Always near 0: prompts share no beginning.",
             _MATCH_RATIOS,
+        )
+        self.work_sources = Counter(
+            "work_source_total",
+            "source",
+            "Decisions by what said how many tokens of the prompt each endpoint lacks. Mostly `length`: prompts cannot be "
+            "matched, and all of them count as uncached everywhere.",
+        )
+        self.destination_cost = Histogram(
+            "destination_cost_tokens",
+            "",
+            "What sending the prompt to its destination costs by `token-cost`, in tokens of prefill. Rising: the pool "
+            "falls behind, or prompts share less.",
+            _COST_TOKENS,
+        )
+        self.put_first = Counter(
+            "put_first_total",
+            "why",
+            "Destinations that were not those with the highest total: the session is `pinned` there, or a suspect "
+            "endpoint gets its `probe`.",
+            [(why,) for why in First],
         )
         self.evictions = Counter(
             "prefix_cache_evictions_total",
@@ -114,6 +135,7 @@ class Metrics(Sources):
         self._ratios = self.match_ratio.series
         self._steps = [self.steps.series[step,] for step in Steps._fields]
         self._decision = self.decision_seconds.series[()]
+        self._cost = self.destination_cost.series[()]
         self._request = self.request_seconds.series[()]
         self.registry = CollectorRegistry()
         for family in self.families:
@@ -137,6 +159,12 @@ class Metrics(Sources):
             if info.total:
                 matched = info.matched
                 self._ratios[producer, model].observe(matched.item(matched.argmax()) / info.total)
+        if decision.work is not None:
+            self.work_sources.series[decision.work.source,] += 1
+            if decision.order and len(decision.costs):
+                self._cost.observe(decision.costs.item(decision.order[0]))
+        if decision.first is not None:
+            self.put_first.series[decision.first,] += 1
         steps = decision.steps
         for buckets, nanoseconds in zip(self._steps, steps, strict=True):
             buckets.observe(nanoseconds)
