@@ -34,6 +34,8 @@ class Request:
     prompt_tokens: int
     read_cache: bool = True
     """False: compute everything, as an engine must for `prompt_logprobs`."""
+    transferred: bool = False
+    """Another engine has computed the prompt: all but the last token come from there when the request is admitted."""
 
 
 @dataclass(eq=False, slots=True)
@@ -93,6 +95,8 @@ class Engine:
         """Prompt tokens looked up in the cache."""
         self.prefix_hits = 0
         """Prompt tokens found there."""
+        self.transferred = 0
+        """Prompt tokens that came from another engine."""
         self._publish = publish
         self._events: list[KvEvent] = []
         self.cache = BlockCache(
@@ -241,11 +245,20 @@ class Engine:
             member.cached_tokens = member.computed
             self.prefix_queries += member.length
             self.prefix_hits += member.computed
+            self._receive(member)
         self._admitted += 1
         member.order = self._admitted
         self._running[member.request.id] = member
         self._prefilling[member.request.id] = member
         return member
+
+    def _receive(self, member: Running) -> None:
+        """Take over what another engine has computed; a request that is preempted loses it like its own."""
+        most = member.request.prompt_tokens - 1
+        if member.request.transferred and member.computed < most:
+            self.transferred += most - member.computed
+            member.computed = most
+            self._store(member, most)
 
     def _prefill(self, member: Running, budget: int) -> int:
         """Schedule a chunk of a prompt; its full blocks can be hit from now on. Returns the tokens it has."""

@@ -33,6 +33,7 @@ from picker.sim.events import KvEvent
 from picker.sim.exposition import exposition
 from picker.sim.faults import Fault, Faults
 from picker.sim.openai import ApiError, Call, bad_request
+from picker.sim.prefill import Prefillers
 from picker.sim.publisher import EventFaults, KvEventPublisher
 from picker.sim.tokenizer import decode, generate
 
@@ -82,6 +83,7 @@ class EngineServer:
         self._created = int(time.time())
         self._number = 0
         self._turn = -1
+        self._prefillers = Prefillers()
         self._set_fault(config.fault)
 
     def _engine(self, rank: int) -> Engine:
@@ -91,6 +93,7 @@ class EngineServer:
         """Return the aiohttp application with all routes."""
         app = web.Application(client_max_size=MAX_BODY, middlewares=[self._errors])
         app.on_response_prepare.append(self._sign)
+        app.on_cleanup.append(self._prefillers.close)
         for path, api in APIS.items():
             app.router.add_post(path, self._generating(api))
         app.router.add_get("/v1/models", self._models)
@@ -118,6 +121,8 @@ class EngineServer:
             "refused": {str(status): count for status, count in self.refused.items()},
             "prompt_tokens": counts["prompt_tokens"],
             "cached_tokens": sum(engine.prefix_hits for engine in engines),
+            "transferred_tokens": sum(engine.transferred for engine in engines),
+            "prefilled_elsewhere": dict(self._prefillers.counts),
             "generated_tokens": counts["generated_tokens"],
             "running": sum(engine.running for engine in engines),
             "waiting": sum(engine.waiting for engine in engines),
@@ -134,12 +139,14 @@ class EngineServer:
             fault = self.faults.next()
             if fault.mode == "error":
                 raise ApiError(fault.status, "InternalServerError", "this engine was told to fail")
-            call = api.read(await request.read())
+            body = await request.read()
+            call = api.read(body)
             model, lora = self._model(call.model)
             identity = api.prefix + (request.headers.get("X-Request-Id") or uuid.uuid4().hex)
             answer = api.answer(call, identity, model, int(time.time()))
             driver = self._driver(request.headers.get("X-data-parallel-rank"))
-            generation = self._start(driver, call, lora)
+            there = await self._prefillers.compute(request, body)
+            generation = self._start(driver, call, lora, transferred=there)
             try:
                 if call.stream:
                     return await self._stream(request, answer, driver, generation, fault)
@@ -162,7 +169,7 @@ class EngineServer:
             raise bad_request(f"X-data-parallel-rank is {rank}: this engine has ranks 0 .. {len(self.drivers) - 1}")
         return self.drivers[int(rank)]
 
-    def _start(self, driver: Driver, call: Call, lora: str | None) -> Generation:
+    def _start(self, driver: Driver, call: Call, lora: str | None, *, transferred: bool) -> Generation:
         waiting = driver.engine.waiting
         if waiting + len(call.prompts) > self.config.max_waiting:
             raise ApiError(503, "ServiceUnavailableError", f"{waiting} requests are waiting, try again later")
@@ -181,7 +188,7 @@ class EngineServer:
             content = key_tokens(
                 prompt + output, self.config.limits.block_size, lora_name=lora, cache_salt=call.cache_salt
             )
-            requests.append(Request(str(self._number), content, len(prompt), call.read_cache))
+            requests.append(Request(str(self._number), content, len(prompt), call.read_cache, transferred))
         return driver.start(requests, streaming=call.stream)
 
     async def _stream(
