@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 
 from picker.app.migration.endpoint_picker_plugins import APPROXIMATE, PLUGINS, Parameter, Role, Theirs
 from picker.app.migration.mapped import Mapped
+from picker.core.plugins.profiles import PROFILES, ProfileName
+from picker.core.plugins.registry import PLUGINS as OURS
 from picker.core.strict import Findings, child, decode, suggest
 
 KIND = "EndpointPickerConfig"
@@ -25,6 +28,7 @@ _API_VERSIONS = (
 _PRECISE = ("precise-prefix-cache-producer", "precise-prefix-cache-scorer")
 _APPROXIMATE = "approx-prefix-cache-producer"
 _SESSION = "session-prefix-cache-producer"
+_STAGES = {"prefill", "decode"}
 _UNCHECKED: Mapping[str, str] = {
     "dataLayer": "endpoints and their metrics are read as `endpoints` and `scrape` say",
     "requestHandler": "requests are told apart by their path",
@@ -37,13 +41,6 @@ _WITHOUT_QUEUES: Mapping[str, str] = {
 }
 _GATES = ("flowControl", "haPopulateNonLeaderDatastore", "dataLayer", "prepareDataPlugins", "enableLegacyMetrics")
 _DEFAULT_WEIGHT = 1.0
-# What the approximate cache there covers: 64 tokens of four bytes in a block, 131,072 tokens, and every endpoint rated.
-_APPROXIMATE_DEFAULTS = {
-    "blockSizeToHash": 256,
-    "maxBlocksToMatch": 2048,
-    "maxHashCacheSize": 31_250,
-    "topKMatches": 1024,
-}
 _LEAST_BLOCK_TOKENS = 64
 
 
@@ -98,6 +95,7 @@ class _Translation:
         self._filters: list[str] = []
         self._scorers: dict[str, float] = {}
         self._arguments: dict[str, dict[str, Any]] = {}
+        self._disaggregation: dict[str, Any] = {}
         self._exchange: dict[str, Any] = {}
         self._mapped: list[Mapped] = []
 
@@ -112,12 +110,15 @@ class _Translation:
                 self._findings.add(child(path, "pluginRef"), "is not under plugins", reference.plugin_ref, remedy)
             else:
                 self._use(*known, reference.weight, path)
+        self._separate()
+        self._know_prefixes()
         self._say_what_is_left(used)
         self._say_sections(data)
         if self._findings.problems:
             return {}, ()
         scheduler = {
             "pluginConfig": [{"name": name, "args": args} for name, args in self._arguments.items()],
+            **({"disaggregation": self._disaggregation} if self._disaggregation else {}),
             "plugins": {
                 "Filter": {"enabled": self._filters},
                 "Score": {"enabled": [{"name": name, "weight": weight} for name, weight in self._scorers.items()]},
@@ -141,18 +142,33 @@ class _Translation:
                 self._findings.add(child(path, "type"), "is not supported", plugin.type, theirs.remark)
 
     def _references(self) -> Iterator[tuple[str, _Reference]]:
-        """The plugins of the profile; as there, all of them where there is no profile."""
+        """The plugins of the profile that answers; as there, all plugins where there is no profile."""
         profiles = self._config.scheduling_profiles
-        if len(profiles) > 1:
-            names = [profile.name for profile in profiles]
-            self._findings.add(
-                "schedulingProfiles", "has more than one profile", names, PLUGINS["prefill-filter"].remark
-            )
         if not profiles:
             for name, (path, _) in self._plugins.items():
                 yield path, _Reference(name)
-        for index, reference in enumerate(profiles[0].plugins if profiles else ()):
-            yield child(child(child("schedulingProfiles", 0), "plugins"), index), reference
+            return
+        names = [profile.name for profile in profiles]
+        chosen = names.index("decode") if "decode" in names else 0
+        if len(profiles) > 1 and set(names) != _STAGES:
+            remedy = "keep one, or prefill and decode"
+            self._findings.add("schedulingProfiles", "are not those that are known here", names, remedy)
+        for index, profile in enumerate(profiles):
+            if index != chosen and not self._same_scores(profile, profiles[chosen]):
+                path = child("schedulingProfiles", index)
+                self._findings.warn(path, f"has no effect: endpoints are chosen as {names[chosen]} says, of each role")
+            path = child(child("schedulingProfiles", index), "plugins")
+            for number, reference in enumerate(profile.plugins):
+                if index == chosen or reference.plugin_ref not in self._plugins:
+                    yield child(path, number), reference
+
+    def _same_scores(self, one: _Profile, other: _Profile) -> bool:
+        def scores(profile: _Profile) -> dict[str, float]:
+            roles = {name: PLUGINS[plugin.type].role for name, (_, plugin) in self._plugins.items()}
+            used = (Role.SCORER, Role.FILTER, Role.PREFIX)
+            return {each.plugin_ref: each.weight for each in profile.plugins if roles.get(each.plugin_ref) in used}
+
+        return scores(one) == scores(other)
 
     def _use(self, where: str, plugin: _Plugin, weight: float, path: str) -> None:
         theirs = PLUGINS[plugin.type]
@@ -164,6 +180,8 @@ class _Translation:
                 self._filters.append(theirs.ours)
                 self._mapped.append(Mapped(plugin.type, f"{theirs.ours}, a filter", theirs.remark))
                 self._arguments.update(self._take(theirs, plugin, child(where, "parameters")))
+            case Role.DECIDER:
+                pass
             case Role.PREFIX:
                 self._prefix(plugin, weight, path, child(where, "parameters"))
             case Role.IGNORED:
@@ -218,41 +236,71 @@ class _Translation:
         if producer.type == _SESSION:
             self._score(scorer.type, _SESSION, weight, path, "the part of the conversation that an endpoint holds")
             return
+        self._score(scorer.type, "prefix-cache", weight, path, "matches bytes, four a token")
+        self._arguments["prefix-cache"] = self._approximate(scorer.parameters, parameters)
+
+    def _approximate(self, own: Mapping[str, Any], path: str) -> dict[str, Any]:
+        """The arguments of `prefix-cache`, from those of the producer there and of a scorer that is one itself."""
         given: dict[str, Any] = {}
-        for _, plugin in self._plugins.values():
+        for where, plugin in self._plugins.values():
             if plugin.type == _APPROXIMATE:
                 given |= plugin.parameters
-        given |= scorer.parameters
-        arguments = _APPROXIMATE_DEFAULTS | self._arguments_of(APPROXIMATE, given, parameters)
-        arguments["blockSizeToHash"] = _whole_blocks(given, arguments["blockSizeToHash"])
-        tokens = given.get("maxPrefixTokensToMatch")
-        if type(tokens) is int and type(arguments["blockSizeToHash"]) is int and "maxPrefixBlocksToMatch" not in given:
-            arguments["maxBlocksToMatch"] = max(1, 4 * tokens // arguments["blockSizeToHash"])
-        self._score(scorer.type, "prefix-cache", weight, path, "matches bytes, four a token")
-        self._arguments["prefix-cache"] = arguments
+                path = child(where, "parameters") if not own else path
+        given |= own
+        defaults = msgspec.structs.asdict(PROFILES[ProfileName.LLM_D].args["prefix-cache"])
+        arguments = defaults | self._arguments_of(APPROXIMATE, given, path)
+        size, tokens = arguments["blockSizeToHash"], given.get("maxPrefixTokensToMatch")
+        if "blockSizeTokens" in given and type(size) is int:
+            size = arguments["blockSizeToHash"] = max(size, 4 * _LEAST_BLOCK_TOKENS)
+        if type(tokens) is int and type(size) is int and "maxPrefixBlocksToMatch" not in given:
+            arguments["maxBlocksToMatch"] = max(1, 4 * tokens // max(1, size))
+        return arguments
 
     def _precise(self, scorer: _Plugin, producer: _Plugin, weight: float, path: str, where: str) -> None:
-        given = producer.parameters
-        events = _section(given, "kvEventsConfig")
+        remark = "follows the engines' own KV events; their block size and hash seed need not be told"
+        self._score(scorer.type, "kvcache-aware", weight, path, remark)
+        self._arguments["kvcache-aware"] = self._events(producer, where)
+
+    def _events(self, producer: _Plugin, path: str) -> dict[str, Any]:
+        """The arguments of `kvcache-aware`, from where the endpoint picker there hears of events."""
+        events = _section(producer.parameters, "kvEventsConfig")
         discovery = _section(events, "podDiscoveryConfig")
         if events.get("zmqEndpoint"):
             self._findings.add(
-                child(child(where, "kvEventsConfig"), "zmqEndpoint"),
+                child(child(path, "kvEventsConfig"), "zmqEndpoint"),
                 "has engines connect to the endpoint picker, and here the picker connects to them",
                 events["zmqEndpoint"],
                 'remove it, and have engines publish at "tcp://*:5557"',
             )
         replay = discovery.get("replaySocketPort")
-        arguments = {
+        return {
             "indexMode": "direct",
             "zmqReplay": bool(replay),
             **({"zmqPort": discovery["socketPort"]} if "socketPort" in discovery else {}),
             **({"zmqReplayPort": replay} if replay else {}),
             **({"topic": events["topicFilter"]} if "topicFilter" in events else {}),
         }
-        remark = "follows the engines' own KV events; their block size and hash seed need not be told"
-        self._score(scorer.type, "kvcache-aware", weight, path, remark)
-        self._arguments["kvcache-aware"] = arguments
+
+    def _separate(self) -> None:
+        """What deciders say of prompts that are computed elsewhere, wherever they are referred to."""
+        for path, plugin in self._plugins.values():
+            theirs = PLUGINS[plugin.type]
+            if theirs.role is Role.DECIDER:
+                said = self._arguments_of(theirs.parameters, plugin.parameters, child(path, "parameters"))
+                self._disaggregation = said or {"minUncachedTokens": 0}
+                least = self._disaggregation["minUncachedTokens"]
+                setting = f"scheduler.disaggregation.minUncachedTokens: {least}"
+                self._mapped.append(Mapped(plugin.type, setting, theirs.remark))
+
+    def _know_prefixes(self) -> None:
+        """Plugins that go by what a prompt means to endpoints need someone who knows, as there without being told."""
+        used = (*self._filters, *self._scorers)
+        if {"prefix-cache", "kvcache-aware"}.isdisjoint(used) and any(OURS[name].counts_work for name in used):
+            for path, plugin in self._plugins.values():
+                if plugin.type in _PRECISE:
+                    self._arguments["kvcache-aware"] = self._events(plugin, path)
+                    return
+            self._arguments["prefix-cache"] = self._approximate({}, "plugins")
 
     def _pick_more(self, plugin: _Plugin, path: str) -> None:
         """How many endpoints a picker names becomes how many fallbacks follow the first."""
@@ -268,7 +316,7 @@ class _Translation:
     def _say_what_is_left(self, used: set[str]) -> None:
         for name, (_, plugin) in self._plugins.items():
             theirs = PLUGINS[plugin.type]
-            if name not in used and theirs.role is not Role.REFUSED:
+            if name not in used and theirs.role not in {Role.REFUSED, Role.DECIDER}:
                 built_in = theirs.role is Role.BUILT_IN
                 self._mapped.append(Mapped(name, "", theirs.remark or "built in" if built_in else "in no profile"))
 
@@ -288,11 +336,6 @@ class _Translation:
             elif name == "flowControl" and state != "false" and name not in data:
                 self._findings.warn(path, f"has no effect: {_WITHOUT_QUEUES[name]}")
             self._mapped.append(Mapped(f"featureGates: {gate}", "", "has no counterpart"))
-
-
-def _whole_blocks(given: Mapping[str, Any], size: Any) -> Any:
-    """Blocks have at least 64 tokens there, whatever is asked for."""
-    return max(size, 4 * _LEAST_BLOCK_TOKENS) if "blockSizeTokens" in given and type(size) is int else size
 
 
 def _section(data: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -19,6 +19,8 @@ class Role(Enum):
     FILTER = "filter"
     PREFIX = "prefix"
     """A scorer of cached prefixes, by whichever producer knows them."""
+    DECIDER = "decider"
+    """Says which prompts are computed apart from where they are answered."""
     BUILT_IN = "built in"
     """The picker does it without being told."""
     IGNORED = "ignored"
@@ -47,8 +49,9 @@ class Theirs(Struct, frozen=True):
 
 _BUILT_IN = Theirs(Role.BUILT_IN)
 _PARSER = Theirs(Role.BUILT_IN, remark="requests are told apart by their path")
-_NO_ROLES = "pods that only prefill are not told apart: keep them out of the pool"
-_DISAGGREGATED = "prefill and decode are not separated here: keep one profile, with single-profile-handler"
+_ROLES = "the label llm-d.ai/role of endpoints decides"
+_NO_ENCODING = "encoding is not separated here: keep it in the endpoints that prefill"
+_STICKY = "name the header or cookie of sessions in the picker's own sessionSticky"
 _NO_ADMISSION = "no request is turned away by priority; all are when every endpoint is saturated"
 
 PLUGINS: Mapping[str, Theirs] = {
@@ -81,9 +84,7 @@ PLUGINS: Mapping[str, Theirs] = {
     ),
     "prefix-cache-scorer": Theirs(Role.PREFIX),
     "precise-prefix-cache-scorer": Theirs(Role.PREFIX),
-    "session-affinity-scorer": Theirs(
-        Role.IGNORED, remark="conversations stay where their prefix is cached; no header or cookie pins them"
-    ),
+    "session-affinity-scorer": Theirs(Role.IGNORED, remark=_STICKY),
     # filters
     "prefix-cache-affinity-filter": Theirs(
         Role.FILTER,
@@ -97,16 +98,14 @@ PLUGINS: Mapping[str, Theirs] = {
             "prefixMatchInfoProducerName": Parameter(),
         },
     ),
-    "decode-filter": Theirs(Role.BUILT_IN, remark=_NO_ROLES),
-    "session-affinity-filter": Theirs(
-        Role.IGNORED, remark="conversations stay where their prefix is cached; no header or cookie pins them"
-    ),
+    **dict.fromkeys(("decode-filter", "prefill-filter"), Theirs(Role.BUILT_IN, remark=_ROLES)),
+    "session-affinity-filter": Theirs(Role.IGNORED, remark=_STICKY),
     "header-based-testing-filter": Theirs(Role.IGNORED, remark="no header of a client names an endpoint"),
     **dict.fromkeys(
         ("label-selector-filter", "by-label", "by-label-selector", "endpoint-attribute-filter", "utilization-filter"),
         Theirs(Role.REFUSED, remark="narrow the pool's selector, or endpoints.kubernetes.selector"),
     ),
-    **dict.fromkeys(("prefill-filter", "encode-filter"), Theirs(Role.REFUSED, remark=_DISAGGREGATED)),
+    **dict.fromkeys(("encode-filter", "always-disagg-multimodal-decider"), Theirs(Role.REFUSED, remark=_NO_ENCODING)),
     # pickers
     "max-score-picker": Theirs(Role.BUILT_IN, remark="the highest sum wins"),
     **dict.fromkeys(
@@ -117,18 +116,12 @@ PLUGINS: Mapping[str, Theirs] = {
     "single-profile-handler": _BUILT_IN,
     "data-parallel-profile-handler": Theirs(Role.BUILT_IN, remark="each port of a pod is an endpoint of its own"),
     **dict.fromkeys(
-        (
-            "disagg-profile-handler",
-            "pd-profile-handler",
-            "disagg-headers-handler",
-            "prefill-header-handler",
-            "prefix-based-pd-decider",
-            "always-disagg-pd-decider",
-            "always-disagg-multimodal-decider",
-            "header-profile-handler",
-        ),
-        Theirs(Role.REFUSED, remark=_DISAGGREGATED),
+        ("disagg-profile-handler", "pd-profile-handler", "disagg-headers-handler", "prefill-header-handler"),
+        Theirs(Role.BUILT_IN, remark=_ROLES),
     ),
+    "prefix-based-pd-decider": Theirs(Role.DECIDER, parameters={"nonCachedTokens": Parameter("minUncachedTokens")}),
+    "always-disagg-pd-decider": Theirs(Role.DECIDER, remark="every prompt is computed by an endpoint for prefill"),
+    "header-profile-handler": Theirs(Role.REFUSED, remark="no header of a client chooses a profile: keep one"),
     # producers and data sources
     **dict.fromkeys(
         (
@@ -187,7 +180,7 @@ APPROXIMATE: Mapping[str, Parameter] = {
     "maxPrefixBlocksToMatch": Parameter("maxBlocksToMatch"),
     "maxPrefixTokensToMatch": Parameter(),
     "lruCapacityPerServer": Parameter("maxHashCacheSize"),
-    "autoTune": Parameter(),
+    "autoTune": Parameter("sizeFromEngine"),
     "prefixMatchInfoProducerName": Parameter(),
     "matchLengthWeight": Parameter(),
     "matchLengthScaleTokens": Parameter(),
