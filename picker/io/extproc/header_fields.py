@@ -7,6 +7,7 @@ for example in the value of another header, all headers are read by protobuf.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, KeysView, Mapping
 from functools import lru_cache
 
@@ -20,6 +21,11 @@ def _pattern(name: str) -> bytes:
     """The key of a header as it stands on the wire: field 1 of a HeaderValue."""
     key = name.encode()
     return b"\x0a%c%b" % (len(key), key)
+
+
+@lru_cache(maxsize=16)
+def _any_of(names: frozenset[str]) -> re.Pattern[bytes]:
+    return re.compile(b"\x0a(?:%b)" % b"|".join(re.escape(_pattern(name)[1:]) for name in names))
 
 
 class HeaderFields(Mapping[str, bytes]):
@@ -68,9 +74,9 @@ class HeaderFields(Mapping[str, bytes]):
             self._fields = fields
         return fields
 
-    def mentions(self, name: str) -> bool:
-        """False only if there is no such header."""
-        return name.encode() in self._data
+    def may_have_any(self, names: frozenset[str]) -> bool:
+        """False only if there is none of these headers."""
+        return _any_of(names).search(self._data) is not None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.all)
@@ -83,8 +89,5 @@ class _Names(KeysView[str]):
     _mapping: HeaderFields
 
     def isdisjoint(self, other: Iterable[str]) -> bool:
-        names = list(other)
-        for name in names:
-            if self._mapping.mentions(name):
-                return self._mapping.all.keys().isdisjoint(names)
-        return True
+        names = frozenset(other)
+        return not self._mapping.may_have_any(names) or self._mapping.all.keys().isdisjoint(names)
