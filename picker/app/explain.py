@@ -18,6 +18,10 @@ from picker._proto.picker.v1 import scores_pb2, scores_pb2_grpc
 
 _TIMEOUT_SECONDS = 10.0
 _PLAIN_WIDTH = 160
+_FIRST = {
+    "pinned": "the session is pinned to the destination, whatever the scores say",
+    "probe": "the destination kept failing, and is tried again",
+}
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -27,6 +31,13 @@ def add_arguments(parser: ArgumentParser) -> None:
     source.add_argument("--body", metavar="FILE", help="the exact JSON body of a request; - reads standard input")
     parser.add_argument("--path", default="", help="request path of --body (default /v1/chat/completions)")
     parser.add_argument("--model", default="", help="model for --prompt; a body names its own")
+    parser.add_argument(
+        "--header",
+        metavar="NAME:VALUE",
+        action="append",
+        default=[],
+        help="a header of the request, such as that of its session; may be repeated",
+    )
     parser.add_argument("--admin", metavar="HOST:PORT", default="127.0.0.1:9003", help="admin port of the picker")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
@@ -39,6 +50,8 @@ def run(args: Namespace) -> int:
         return _failed(f"cannot read {error.filename!r}: {error.strerror}")
     except UnicodeEncodeError:
         return _failed("an argument is not UTF-8; send the request body from a file with --body")
+    except ValueError as error:
+        return _failed(str(error))
     except grpc.RpcError as error:
         return _failed(_remedy(error, args.admin))
     if args.json:
@@ -54,6 +67,11 @@ def _request(args: Namespace) -> scores_pb2.ExplainRequest:
         request.body = sys.stdin.buffer.read() if args.body == "-" else Path(args.body).read_bytes()
     else:
         request.prompt = args.prompt
+    for header in args.header:
+        name, colon, value = header.partition(":")
+        if not colon:
+            raise ValueError(f"--header {header!r} has no colon; write NAME:VALUE")
+        request.headers[name.strip().lower()] = value.strip()
     return request
 
 
@@ -106,16 +124,26 @@ def _print_tables(decision: scores_pb2.Decision) -> None:
     console.print(Text(f"model {model}, path {path}, decided in {microseconds:.0f} µs", "dim"))
     if decision.prompt_unused:
         console.print(Text(f"routed by load alone, the prompt is unused: {decision.prompt_unused}", "yellow"))
+    if decision.tokens_from:
+        console.print(Text(f"prompt of {decision.prompt_tokens:,.0f} tokens, by {_safe(decision.tokens_from)}", "dim"))
     for result in decision.filters:
         console.print(Text(f"filter {_safe(result.filter)} left {result.remaining}", "dim"))
     if not decision.destinations:
         console.print(Text(f"refused: {decision.reason}", "bold red"))
         return
+    if decision.first:
+        console.print(Text(_FIRST.get(decision.first, decision.first), "yellow"))
     console.print(_table(decision))
+    if decision.prefill_destination:
+        console.print(Text(f"the prompt is computed at {_safe(decision.prefill_destination)} before", "dim"))
+    console.print(Text(_safe(decision.why)))
 
 
 def _table(decision: scores_pb2.Decision) -> Table:
     plugins = decision.endpoints[0].plugins
+    counted = bool(decision.tokens_from)
+    priced = any(endpoint.cost_tokens for endpoint in decision.endpoints)
+    timed = any(endpoint.cost_milliseconds for endpoint in decision.endpoints)
     table = Table(caption="scores are 0..100 and count by their weight; ▶ is the destination, then its fallbacks")
     table.add_column("", justify="right")
     table.add_column("endpoint")
@@ -124,19 +152,36 @@ def _table(decision: scores_pb2.Decision) -> Table:
         table.add_column(Text(f"{_safe(plugin.plugin)} ×{plugin.weight:g}"), justify="right")
     table.add_column("sum", justify="right")
     table.add_column("in flight", justify="right")
+    if counted:
+        table.add_column("uncached", justify="right")
+        table.add_column("queued", justify="right")
+    if priced:
+        table.add_column("cost, tokens", justify="right")
+    if timed:
+        table.add_column("cost, ms", justify="right")
     for endpoint in decision.endpoints:
         chosen = endpoint.address == decision.destinations[0]
         picked = endpoint.address in decision.destinations
+        costs = [f"{endpoint.uncached_tokens:,.0f}", f"{endpoint.queued_tokens:,.0f}"] if counted else []
+        costs += [f"{endpoint.cost_tokens:,.0f}"] if priced else []
+        costs += [f"{endpoint.cost_milliseconds:,.0f}" if endpoint.cost_milliseconds else "–"] if timed else []
         table.add_row(
-            f"▶ {endpoint.rank}" if chosen else str(endpoint.rank),
+            _mark(decision, endpoint),
             Text(_safe(f"{endpoint.namespace}/{endpoint.name}")),
             Text(_safe(endpoint.address)),
             *map(_score, endpoint.plugins),
             Text(f"{endpoint.total:.4g}", "bold"),
             str(endpoint.in_flight),
+            *costs,
             style="bold green" if chosen else "" if picked else "dim",
         )
     return table
+
+
+def _mark(decision: scores_pb2.Decision, endpoint: scores_pb2.EndpointScore) -> str:
+    if endpoint.address != decision.destinations[0]:
+        return str(endpoint.rank)
+    return f"{_safe(decision.first)} ▶ {endpoint.rank}".lstrip()
 
 
 def _score(plugin: scores_pb2.PluginScore) -> str:

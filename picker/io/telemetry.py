@@ -219,10 +219,12 @@ def _cut(text: str) -> str:
 def _log_fields(decision: Decision) -> dict[str, Any]:
     view = decision.view()
     endpoints = view.pop("endpoints")
+    counted = ("uncached_tokens", "queued_tokens", "cost_tokens") if decision.work is not None else ()
     scores = {
         f"{endpoint['namespace']}/{endpoint['name']}": {
             "total": endpoint["total"],
             "in_flight": endpoint["in_flight"],
+            **{name: round(endpoint[name]) for name in counted},
             **{plugin["plugin"]: plugin["score"] for plugin in endpoint["plugins"]},
         }
         for endpoint in endpoints[:_LOGGED_ENDPOINTS]

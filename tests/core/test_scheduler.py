@@ -333,6 +333,7 @@ def test_the_view_is_complete():
         "first": "",
         "prefill_place": "",
         "prefill_destination": "",
+        "why": "p0 has 110 of 400 points. The next best is p2, with 30; what counts most is prefix-cache.",
         "destinations": ["10.0.0.1:8000", "10.0.0.3:8000"],
         "filters": [{"filter": "only", "remaining": 3}],
         "step_microseconds": {"parse": 1.0, "prepare": 2.0, "filter": 1.0, "match": 1.0, "score": 1.0, "pick": 1.0},

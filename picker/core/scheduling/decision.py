@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from picker.core.endpoints import Endpoint, Floats, Integers, Slots
 from picker.core.scheduling.api import Match, MatchInfo, Request, Work
+from picker.core.scheduling.explanation import why
 
 _NONE = np.zeros(0)
 
@@ -132,6 +133,7 @@ class Decision(Struct, frozen=True):
             "first": str(self.first or ""),
             "prefill_place": str(self.prefill_place or ""),
             "prefill_destination": "" if self.prefill is None else self.prefill.destinations[0],
+            "why": why(self),
             "destinations": list(self.destinations),
             "filters": [{"filter": name, "remaining": remaining} for name, remaining in self.filters],
             "step_microseconds": {name: value / 1000 for name, value in self.steps._asdict().items()},

@@ -37,7 +37,7 @@ class WatchRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ...) -> None: ...
 
 class Decision(_message.Message):
-    __slots__ = ("time", "request_id", "model", "path", "reason", "destinations", "endpoints", "step_microseconds", "prompt_unused", "filters", "prompt_tokens", "tokens_from", "first", "prefill_place", "prefill_destination")
+    __slots__ = ("time", "request_id", "model", "path", "reason", "destinations", "endpoints", "step_microseconds", "prompt_unused", "filters", "prompt_tokens", "tokens_from", "first", "prefill_place", "prefill_destination", "why")
     class StepMicrosecondsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -60,6 +60,7 @@ class Decision(_message.Message):
     FIRST_FIELD_NUMBER: _ClassVar[int]
     PREFILL_PLACE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_DESTINATION_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
     time: _timestamp_pb2.Timestamp
     request_id: str
     model: str
@@ -75,7 +76,8 @@ class Decision(_message.Message):
     first: str
     prefill_place: str
     prefill_destination: str
-    def __init__(self, time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., request_id: _Optional[str] = ..., model: _Optional[str] = ..., path: _Optional[str] = ..., reason: _Optional[str] = ..., destinations: _Optional[_Iterable[str]] = ..., endpoints: _Optional[_Iterable[_Union[EndpointScore, _Mapping]]] = ..., step_microseconds: _Optional[_Mapping[str, float]] = ..., prompt_unused: _Optional[str] = ..., filters: _Optional[_Iterable[_Union[FilterResult, _Mapping]]] = ..., prompt_tokens: _Optional[float] = ..., tokens_from: _Optional[str] = ..., first: _Optional[str] = ..., prefill_place: _Optional[str] = ..., prefill_destination: _Optional[str] = ...) -> None: ...
+    why: str
+    def __init__(self, time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., request_id: _Optional[str] = ..., model: _Optional[str] = ..., path: _Optional[str] = ..., reason: _Optional[str] = ..., destinations: _Optional[_Iterable[str]] = ..., endpoints: _Optional[_Iterable[_Union[EndpointScore, _Mapping]]] = ..., step_microseconds: _Optional[_Mapping[str, float]] = ..., prompt_unused: _Optional[str] = ..., filters: _Optional[_Iterable[_Union[FilterResult, _Mapping]]] = ..., prompt_tokens: _Optional[float] = ..., tokens_from: _Optional[str] = ..., first: _Optional[str] = ..., prefill_place: _Optional[str] = ..., prefill_destination: _Optional[str] = ..., why: _Optional[str] = ...) -> None: ...
 
 class FilterResult(_message.Message):
     __slots__ = ("filter", "remaining")
