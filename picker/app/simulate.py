@@ -71,7 +71,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     engines.add_argument(
         "--slow-engine", action=many, type=_slow, metavar="NUMBER=TIMES", help="one so many times slower"
     )
-    engines.add_argument("--stuck-engine", action=many, type=_stuck, metavar="NUMBER", help="one that never answers")
+    engines.add_argument(
+        "--stuck-engine", action=many, type=_stuck, metavar="NUMBER", help="one that hangs after warming up"
+    )
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print JSON in the place of tables")
     output.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots, too")
@@ -83,6 +85,8 @@ def run(args: Namespace) -> int:
         compared = _compared(args)
         replayed = _replayed(args)
         plan = list(_plan(args))
+        if args.html is not None:
+            args.html.touch()  # what cannot be written is better known before a long run
     except (_UsageError, OSError) as error:
         print(f"picker simulate: {error}", file=sys.stderr)
         return 2
@@ -145,14 +149,15 @@ def _plan(args: Namespace) -> Iterator[Planned]:
         return
     sizes = {"engines": args.engines, "seconds": args.seconds, "requests": args.requests}
     for family in args.family or ["F1"]:
-        for load in args.load or [0.7]:
+        for load in [None] if FAMILIES[family].capacity is None else args.load or [0.7]:
             for seed in seeds:
                 yield load, seed, partial(generate, family, load=load, seed=seed, **sizes)
 
 
 def _trace(path: str, speed: float, requests: int | None) -> Workload:
     try:
-        with Path(path).open("rb") as lines:
+        with Path(path).open("rb") as file:
+            lines = iter(partial(file.readline, traces.MOST_LINE_BYTES + 1), b"")
             trace = traces.read(Path(path).name, lines, speed=speed, requests=requests)
     except traces.TraceError as error:
         raise _UsageError(f"{path}: no line can be used: {error}") from None

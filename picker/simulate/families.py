@@ -33,7 +33,8 @@ class Family:
     """A kind of traffic. `sessions(maker, rate)` yields them in any order, at `rate` requests a second."""
 
     summary: str
-    capacity: float
+    capacity: float | None
+    """Requests a second for `FLEET` engines; None where all come at once."""
     sessions: Callable[[_Maker, float], Iterator[Session]]
     seconds: float = 240.0
     warm: float = 80.0
@@ -42,20 +43,20 @@ class Family:
 
 
 def generate(
-    name: str, *, load: float, engines: int, seed: int, seconds: float | None = None, requests: int | None = None
+    name: str, *, load: float | None, engines: int, seed: int, seconds: float | None = None, requests: int | None = None
 ) -> Workload:
-    """Make a workload of a family at `load`, a share of the capacity of so many engines.
+    """Make a workload of a family at `load`, a share of the capacity of so many engines, for families that have one.
 
     It lasts `seconds`, or as long as `requests` take at its rate; a third of other lengths than the family's own is
     warming up. Raises KeyError for an unknown family.
     """
     family = FAMILIES[name]
-    rate = family.capacity * load * engines / FLEET
+    rate = (family.capacity or 0.0) * (load or 0.0) * engines / FLEET
     length, warm = family.seconds, family.warm
-    if requests is not None:
+    if requests is not None and rate:
         length = requests / rate
         warm = length / 3
-    elif seconds is not None:
+    elif seconds is not None and rate:
         length, warm = seconds, seconds * family.warm / family.seconds
     maker = _Maker(np.random.default_rng([seed, *name.encode()]), length)
     sessions = sorted(family.sessions(maker, rate), key=lambda session: session.start)
@@ -204,5 +205,5 @@ FAMILIES = {
     "F9": Family("F1, with one engine half as fast", 18.8, _shared_prompts(150, 0.8), slow=((0, 2.0),)),
     "F10": Family("F1 with 40 system prompts, which fit into every engine", 22.2, _shared_prompts(40, 0.8)),
     "F11": Family("F1 with 600 system prompts, more than fit into all engines", 13.1, _shared_prompts(600, 0.6)),
-    "burst": Family("64 requests at once with one new prefix of 10,000 tokens", 64.0, _burst, 1.0, 0.0),
+    "burst": Family("64 requests at once with one new prefix of 10,000 tokens", None, _burst, 30.0, 0.0),
 }

@@ -17,17 +17,17 @@ Publish = Callable[[int, wire.EventBatch, float], None]
 
 
 class SimulatedEngine:
-    """One engine with its number, which is also its slot. A stuck one accepts requests and never works on them."""
+    """One engine with its number, which is also its slot. From `stuck_at` on it accepts requests and does nothing."""
 
     def __init__(
-        self, number: int, limits: EngineLimits, *, slow: float, stuck: bool, publish: Publish | None = None
+        self, number: int, limits: EngineLimits, *, slow: float, stuck_at: float, publish: Publish | None = None
     ) -> None:
         def published(batch: list[sim.KvEvent], now: float) -> None:
             if publish is not None:
                 publish(number, wire.EventBatch(now, tuple(map(_as_picker_sees_it, batch))), now)
 
         self.number = number
-        self.stuck = stuck
+        self._stuck_at = stuck_at
         self._engine = Engine(limits, publish=published if publish else None)
         self._engine.slow = slow
         self._since = 0.0
@@ -49,13 +49,17 @@ class SimulatedEngine:
         """Requests here."""
         return self._engine.running + self._engine.waiting
 
+    def stuck(self, now: float) -> bool:
+        """Whether it does nothing any more."""
+        return now >= self._stuck_at
+
     def submit(self, request: Request, now: float) -> Running:
         """Queue a request. Raises ValueError when it could never run."""
         return self._engine.submit(request, now)
 
     def begin(self, now: float) -> float | None:
         """Begin a step; returns when it ends, or None when there is nothing to do."""
-        if self.stuck:
+        if self.stuck(now):
             return None
         self._since = now
         return self._engine.next_step(now)

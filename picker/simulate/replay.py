@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
-from math import isnan, nan
+from math import inf, isnan, nan
 from random import Random
 from typing import Any
 
@@ -99,7 +99,7 @@ def replay(
 ) -> Run:
     """Replay a workload until every call that was sent has ended, stuck engines' aside.
 
-    `slow` and `stuck` are added to what the workload says of engines, by number. `told` is called with 1 for every call
+    `slow` is added to what the workload says of engines, by number; `stuck` ones hang when the measured time begins. `told` is called with 1 for every call
     that is over, and with the number of those that will not be sent.
     """
     return _Replay(workload, profile, engines, seed, {**workload.slow, **(slow or {})}, stuck, limits, told).run()
@@ -142,7 +142,7 @@ class _Replay:
                 number,
                 limits,
                 slow=slow.get(number, 1.0),
-                stuck=number in stuck,
+                stuck_at=workload.warm if number in stuck else inf,
                 publish=None if self._knows is None else self._published,
             )
             for number in range(engines)
@@ -210,7 +210,7 @@ class _Replay:
             ticket.finish(Finish(success=False, learned_on=LearnedOn.RESPONSE_BODY, status=400, served=None))
             self._refuse("too_long", session, number, due)
             return
-        if not engine.stuck:
+        if not engine.stuck(self._now):
             ticket.answered(200, self._now)  # engines that stream send headers before they compute
         sent = Sent(due, engine.number, call.prompt_tokens)
         self._run.sent.append(sent)

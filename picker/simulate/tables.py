@@ -33,7 +33,7 @@ def _cell(cell: str, by_profile: dict[str, list[Row]]) -> Table:
     )
     table.add_column("profile")
     columns = (
-        "TTFT p50", "p90", "p99", "latency", "from cache", "spread", "shed", "unanswered", "requests",
+        "TTFT p50", "p90", "p99", "latency", "from cache", "computed", "spread", "shed", "unanswered", "requests",
     )  # fmt: skip
     for name in columns:
         table.add_column(name, justify="right")
@@ -47,6 +47,7 @@ def _cell(cell: str, by_profile: dict[str, list[Row]]) -> Table:
             profile,
             *cells,
             f"{_mean(row.hit_rate for row in rows):.1%}",
+            f"{sum(row.computed_tokens for row in rows):,}",
             f"{_mean(row.spread for row in rows):.2f}",
             f"{_mean(row.shed_rate for row in rows):.1%}",
             f"{sum(row.unanswered for row in rows):,}",

@@ -25,6 +25,8 @@ ANSWER_TOKENS = 256
 """Of a chat request that says nothing of its answer."""
 MOST_LINE_BYTES = 64 * 1024 * 1024
 
+_ABSENT = msgspec.Raw()
+
 _Tokens = Annotated[int, Meta(ge=1, le=MOST_TOKENS)]
 _Time = Annotated[float, Meta(ge=-1e15, le=1e15)]
 
@@ -39,13 +41,13 @@ class _Mooncake(Struct):
 class _Chat(Struct):
     timestamp: _Time
     path: str = ""
-    body: msgspec.Raw | None = None
+    body: msgspec.Raw = _ABSENT
     output_length: _Tokens | None = None
 
 
 class _Body(Struct):
-    messages: msgspec.Raw | None = None
-    prompt: msgspec.Raw | None = None
+    messages: msgspec.Raw = _ABSENT
+    prompt: msgspec.Raw = _ABSENT
     max_tokens: Any = None
     max_completion_tokens: Any = None
 
@@ -53,7 +55,7 @@ class _Body(Struct):
 class _Kind(Struct):
     """What tells the two apart."""
 
-    hash_ids: msgspec.Raw | None = None
+    hash_ids: msgspec.Raw = _ABSENT
 
 
 class TraceError(ValueError):
@@ -113,7 +115,7 @@ class _Reader:
             raise _UnusableError("too_long", f"has more than {MOST_LINE_BYTES} bytes; leave it out")
         try:
             kind = msgspec.json.decode(line, type=_Kind)
-            if kind.hash_ids is not None:
+            if bytes(kind.hash_ids):
                 return self._mooncake(msgspec.json.decode(line, type=_Mooncake))
             return self._chat(msgspec.json.decode(line, type=_Chat), line)
         except msgspec.ValidationError as error:
@@ -137,9 +139,9 @@ class _Reader:
         return line.timestamp, Call(tuple(pieces), self._fresh.take(line.output_length))
 
     def _chat(self, line: _Chat, raw: bytes) -> tuple[float, Call]:
-        body = raw if line.body is None else bytes(line.body)
+        body = bytes(line.body) or raw
         fields = msgspec.json.decode(body, type=_Body)
-        completion = fields.messages is None and fields.prompt is not None
+        completion = bool(bytes(fields.prompt)) and not bytes(fields.messages)
         prompt = parse(line.path or ("/v1/completions" if completion else "/v1/chat/completions"), body)
         if not prompt.texts:
             raise _UnusableError(f"prompt_{prompt.unused}", f"no prompt can be read of it: {prompt.unused}")

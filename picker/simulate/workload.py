@@ -33,7 +33,7 @@ class Call(Struct, frozen=True):
 
 
 class Session(Struct, frozen=True):
-    """Calls of one client, each sent when the one before it has been answered; the first at `start`, in seconds."""
+    """At least one call of a client, each sent when the one before it has been answered; the first at `start`, in seconds."""
 
     start: float
     calls: tuple[Call, ...]
