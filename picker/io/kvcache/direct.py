@@ -15,6 +15,7 @@ from msgspec import Struct
 from picker.core.block_index.index import BlockIndex
 from picker.core.endpoints import Endpoint
 from picker.core.plugins.kvcache_args import KvCacheArgs
+from picker.io.kv_events.frames import endpoint_of_rank
 from picker.io.kv_events.share import LoopShare
 from picker.io.kv_events.source import KvEventSource
 from picker.io.kv_events.subscriber import KvEventSubscriber, new_context
@@ -31,7 +32,7 @@ class _Engine(Struct):
 
 
 def event_source(endpoint: Endpoint, args: KvCacheArgs) -> KvEventSource:
-    """Return where an endpoint's events are: as it says, else at the ports of the arguments on its host.
+    """Return where an endpoint's events are: as it says, else at the ports of the arguments on its host, plus its rank.
 
     An endpoint that names its publisher has replays only where it says so: those at the default port may be another's.
     """
@@ -40,8 +41,8 @@ def event_source(endpoint: Endpoint, args: KvCacheArgs) -> KvEventSource:
     if not replay and not own.endpoint and args.zmq_replay:
         replay = f"tcp://{endpoint.host}:{args.zmq_replay_port}"
     return KvEventSource(
-        endpoint=own.endpoint or f"tcp://{endpoint.host}:{args.zmq_port}",
-        replay_endpoint=replay or None,
+        endpoint=endpoint_of_rank(own.endpoint or f"tcp://{endpoint.host}:{args.zmq_port}", endpoint.rank),
+        replay_endpoint=endpoint_of_rank(replay, endpoint.rank) if replay else None,
         topic=own.topic or args.topic,
         ranks=args.zmq_ranks,
     )
