@@ -6,37 +6,62 @@ tokens, the identifiers of multimodal items in it and, in block 0, the cache sal
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from array import array
+from collections.abc import Callable, Sequence
 from itertools import chain
+from typing import NamedTuple
 
 from xxhash import xxh64_intdigest
 
 from picker.core.block_hashes.cbor import encode
-from picker.core.block_hashes.context import HashContext, pack_blocks, token_blocks
+from picker.core.block_hashes.context import HashContext, pack_blocks
 
 _FNV_OFFSET = 0xCBF29CE484222325
 _FNV_PRIME = 0x100000001B3
 _UINT64 = (1 << 64) - 1
 
 
-def cbor_fnv(tokens: Sequence[int], block_size: int, context: HashContext) -> list[int]:
-    """Hash each block with FNV-1a over the canonical CBOR of [previous, tokens, extra]."""
-    key = fnv1a_64(encode((fnv1a_64(context.seed.encode()), None, _model(context))))
-    keys = []
-    for number, block in enumerate(token_blocks(tokens, block_size)):
-        extra = [{"Hash": text} for text in _extra(context, number)]
-        keys.append(key := fnv1a_64(encode((key, block, extra or None))))
-    return keys
+class Chain(NamedTuple):
+    """Keys that each follow from the one before.
+
+    `root` is what the first block follows, given seed and model. `following` is the key of a block after a key: its
+    tokens are 32-bit integers, little endian, and it may have extra texts.
+    """
+
+    root: Callable[[str, str], int]
+    following: Callable[[int, bytes | memoryview, Sequence[str]], int]
+
+    def hash_blocks(self, tokens: Sequence[int], block_size: int, context: HashContext) -> list[int]:
+        """See `BlockHasher`."""
+        key = self.root(context.seed, context.lora_name or context.model)
+        blocks = enumerate(pack_blocks(tokens, block_size, "little"))
+        return [key := self.following(key, block, _extra(context, number)) for number, block in blocks]
 
 
-def xxh64(tokens: Sequence[int], block_size: int, context: HashContext) -> list[int]:
-    """Hash each block with XXH64 over the previous key, the tokens, and each extra with its length, little endian."""
-    key = xxh64_intdigest(_word(xxh64_intdigest(context.seed.encode())) + _with_length(_model(context)))
-    keys = []
-    for number, block in enumerate(pack_blocks(tokens, block_size, "little")):
-        extra = map(_with_length, _extra(context, number))
-        keys.append(key := xxh64_intdigest(b"".join(chain((_word(key), block), extra))))
-    return keys
+def _cbor_fnv_root(seed: str, model: str) -> int:
+    return fnv1a_64(encode((fnv1a_64(seed.encode()), None, model)))
+
+
+def _cbor_fnv_following(key: int, block: bytes | memoryview, extra: Sequence[str]) -> int:
+    """Hash with FNV-1a the canonical CBOR of [previous, tokens, extra]."""
+    tokens = array("I", bytes(block))
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return fnv1a_64(encode((key, tuple(tokens), [{"Hash": text} for text in extra] or None)))
+
+
+def _xxh64_root(seed: str, model: str) -> int:
+    return xxh64_intdigest(_word(xxh64_intdigest(seed.encode())) + _with_length(model))
+
+
+def _xxh64_following(key: int, block: bytes | memoryview, extra: Sequence[str]) -> int:
+    """Hash with XXH64 the previous key, the tokens, and each extra with its length, little endian."""
+    return xxh64_intdigest(b"".join(chain((_word(key), block), map(_with_length, extra))))
+
+
+CBOR_FNV = Chain(_cbor_fnv_root, _cbor_fnv_following)
+XXH64 = Chain(_xxh64_root, _xxh64_following)
 
 
 def fnv1a_64(data: bytes) -> int:
@@ -45,10 +70,6 @@ def fnv1a_64(data: bytes) -> int:
     for byte in data:
         value = (value ^ byte) * _FNV_PRIME & _UINT64
     return value
-
-
-def _model(context: HashContext) -> str:
-    return context.lora_name or context.model
 
 
 def _extra(context: HashContext, number: int) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Annotated
 from msgspec import Meta, Struct, field
 
 from picker.core import addresses
+from picker.core.block_hashes.registry import HashName
 from picker.core.block_index.index import TIER_WEIGHTS
 from picker.core.strict import Findings, child
 
@@ -72,6 +73,13 @@ class KvCacheArgs(Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
     picker; `direct`: the picker follows the engines' own KV events, without sidecars."""
     block_size_to_hash: int = 16
     """Tokens in a block of the engines. With `redis` it must be the engines' own, with the others events say it."""
+    hash_protocol: HashName = HashName.KTHENA
+    """What blocks are called by sidecars, in Redis and where their streams have hashes only: `kthena`, or, for an index
+    that others fill by their own keys, `llm-d-cbor-fnv`, `llm-d-xxh64`, or the engines' own: `vllm-sha256` and
+    `vllm-sha256-cbor` (0.31 and later), the same with `-untagged` (before), `sglang`. Sidecars say it as
+    `KV_EVENT_HASH_PROTOCOL`."""
+    hash_seed: Annotated[str, Meta(max_length=1024)] = ""
+    """What hashes begin with: the engines' `PYTHONHASHSEED`, or llm-d's `hashSeed`. Not for `kthena` and `sglang`."""
     max_blocks_to_match: int = 128
     """Blocks of a prompt that are looked up in `redis` and `memory` mode; tokens after them are ignored. `direct` has no
     such limit."""
@@ -130,6 +138,8 @@ class KvCacheArgs(Struct, frozen=True, rename="camel", forbid_unknown_fields=Tru
             findings.add(child(child(path, "tokenizerService"), "endpoint"), "is missing", remedy="add it")
         if self.model_directory and Way.LOCAL not in ways:
             findings.warn(child(path, "modelDirectory"), "is not used: tokenizers does not have local")
+        if self.hash_seed and self.hash_protocol in {HashName.KTHENA, HashName.SGLANG}:
+            findings.warn(child(path, "hashSeed"), f"is not used: hashes of {self.hash_protocol} have no seed")
         for name, address in (("zmqPort", self.zmq_port), ("zmqReplayPort", self.zmq_replay_port)):
             if address + self.zmq_ranks - 1 > 65_535:
                 findings.add(child(path, name), f"leaves no ports for {self.zmq_ranks} ranks", address)

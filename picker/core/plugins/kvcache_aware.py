@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from msgspec import Struct
 
-from picker.core.block_hashes.context import HashContext
-from picker.core.block_hashes.kthena import standardized
+from picker.core.block_hashes.prompts import PromptHashes
 from picker.core.block_index.holds import Hold
 from picker.core.block_index.index import BlockIndex
 from picker.core.block_index.prompt import Prompt
@@ -33,13 +32,13 @@ OWNERS = "owners"
 """In `Request.prepared`, in redis mode: an `OwnedPrefix` for each of them, or None for a prompt nobody can own."""
 
 _MOST_MODELS = 100
-_ANY = HashContext()
 
 
 class KvCacheProducer:
     """What engines hold. Others feed the indexes; requests come with their tokens, and in redis mode with owners.
 
-    `index` has blocks with all that tells them apart, `hashes` those of sidecars that know standardized hashes only.
+    `index` has blocks with all that tells them apart, `hashes` those of sidecars that know hashes only.
+    `prompt_hashes` says what they are, there and in Redis.
     Every endpoint is one slot in both. Models are not told apart there: an engine holds blocks of its own model, and
     of that model's adapters. `block_size` is what engines use; scores are shares of whole blocks of this size.
     """
@@ -67,6 +66,7 @@ class KvCacheProducer:
         self.block_size = args.block_size_to_hash
         self.index = BlockIndex(max_blocks=args.max_blocks_per_pod, tier_weights=args.tier_weights)
         self.hashes = HashIndex(args.max_blocks_per_pod)
+        self.prompt_hashes = PromptHashes(args.hash_protocol, args.hash_seed)
 
     def match(self, request: Request, candidates: Candidates, rng: Rng) -> KvCacheMatch | None:  # noqa: ARG002
         """Match every prompt of the request; None when its tokens are not known, or nobody could say who has them."""
@@ -130,8 +130,8 @@ class KvCacheProducer:
         weights: Mapping[int, float] = {}
         if owners is not None:
             groups, weights = owners.groups, owners.weights
-        elif self.hashes.blocks and (model := standard_model(tokens)) is not None:
-            hashes = standard_hashes(tokens, size, self.args.max_blocks_to_match)
+        elif self.hashes.blocks and (model := self.prompt_hashes.model(tokens)) is not None:
+            hashes = self.prompt_hashes.hashes(tokens, size, self.args.max_blocks_to_match)
             groups = self.hashes.match(model, hashes, candidates.mask)
         for blocks, mask in groups:
             slots = slots_of(mask & candidates.mask)
@@ -181,21 +181,3 @@ def indexed(index: BlockIndex, tokens: TokenPrompt) -> Prompt:
         media=[(item.identifier, item.offset, item.length) for item in tokens.multimodal],
         reads_cache=tokens.reads_cache,
     )
-
-
-def standard_model(tokens: TokenPrompt) -> str | None:
-    """Return the model under which standardized hashes of a prompt are known; None for a prompt that has none.
-
-    Such hashes cover tokens only: a prompt whose cache is kept apart by a salt, or by media, would match others'.
-    """
-    return None if tokens.cache_salt or tokens.multimodal else tokens.lora or tokens.model
-
-
-def standard_hashes(tokens: TokenPrompt, block_size: int, most_blocks: int | None) -> list[int]:
-    """Return the standardized hashes of the blocks that can match, at most `most_blocks` of them."""
-    if not tokens.reads_cache:
-        return []
-    blocks = max(len(tokens.token_ids) - 1, 0) // block_size
-    if most_blocks is not None:
-        blocks = min(blocks, most_blocks)
-    return standardized(tokens.token_ids[: blocks * block_size], block_size, _ANY)

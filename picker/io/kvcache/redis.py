@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from picker.core.endpoints import EndpointTable
 from picker.core.kv_index.owners import Candidate, OwnedPrefix
 from picker.core.plugins.kvcache_args import KvCacheArgs, RedisArgs
-from picker.core.plugins.kvcache_aware import KvCacheProducer, standard_hashes, standard_model
+from picker.core.plugins.kvcache_aware import KvCacheProducer
 from picker.core.tokens.prompt import TokenPrompt
 from picker.io.kv_index.redis_connection import RedisSettings
 from picker.io.kv_index.redis_reader import ReaderSettings, RedisReader
@@ -115,18 +115,18 @@ class RedisOwners:
             return None
 
     async def _lookup(self, prompt: TokenPrompt) -> OwnedPrefix | None:
-        model = standard_model(prompt)
+        model = self._producer.prompt_hashes.model(prompt)
         if model is None:
             return None
-        hashes = standard_hashes(prompt, self._producer.block_size, self._args.max_blocks_to_match)
+        hashes = self._producer.prompt_hashes.hashes(prompt, self._producer.block_size, self._args.max_blocks_to_match)
         return await self._ask(model, hashes, self._owners)
 
     async def _lookup_all(self, prompt: TokenPrompt) -> OwnedPrefix | None:
         """Ask for so many blocks at once, and for more as long as somebody owns all of them."""
-        model = standard_model(prompt)
+        model = self._producer.prompt_hashes.model(prompt)
         if model is None:
             return None
-        hashes = standard_hashes(prompt, self._producer.block_size, None)
+        hashes = self._producer.prompt_hashes.hashes(prompt, self._producer.block_size)
         lengths: dict[int, int] = {}
         candidates = self._owners
         for start in range(0, len(hashes), _CHUNK):

@@ -19,7 +19,7 @@ from picker.core.director import Director
 from picker.core.endpoints import slots_of
 from picker.core.exchange.effects import Decide
 from picker.core.plugins.kvcache_args import IndexMode, KvCacheArgs
-from picker.core.plugins.kvcache_aware import OWNERS, TOKENS, KvCacheProducer, standard_hashes, standard_model
+from picker.core.plugins.kvcache_aware import OWNERS, TOKENS, KvCacheProducer
 from picker.core.scheduling.api import Request
 from picker.core.tokens.prompt import EngineRequest, ModelNames, TokenPrompt, read_engine_request
 from picker.io.kv_events.share import LoopShare
@@ -164,13 +164,13 @@ class KvCacheRuntime:
 
     def _held_by_hashes(self, prompts: Sequence[TokenPrompt]) -> dict[int, int]:
         """What sidecars' hashes say, where they send nothing better: leading blocks, by slot."""
-        hashes = self.producer.hashes
+        hashes, names = self.producer.hashes, self.producer.prompt_hashes
         blocks = {slot: 0 for slot in self.followed if hashes.blocks_of(slot)}
         slots = sum(1 << slot for slot in blocks)
         for prompt in prompts if blocks else ():
-            model = standard_model(prompt)
+            model = names.model(prompt)
             if model is not None:
-                for count, mask in hashes.match(model, standard_hashes(prompt, self.block_size, None), slots):
+                for count, mask in hashes.match(model, names.hashes(prompt, self.block_size), slots):
                     for slot in slots_of(mask).tolist():
                         blocks[slot] += count
         return blocks
