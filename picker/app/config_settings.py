@@ -213,8 +213,9 @@ class KubernetesSource(Struct, frozen=True, rename="camel"):
     silence_seconds: Annotated[float, Meta(ge=0.1, le=3600)] = 75.0
     """How long a watch may be silent until it is not believed any more and the pods are listed anew, in seconds.
     An API server says something about once a minute."""
-    longest_retry_seconds: Annotated[float, Meta(ge=0.1, le=300)] = 5.0
-    """The longest pause before an API server that fails is asked again, in seconds."""
+    longest_retry_seconds: Annotated[float, Meta(ge=0.1, le=300)] = 1.0
+    """The longest pause before an API server that fails is asked again, in seconds: how long after an outage it takes
+    until pods that went meanwhile are known."""
 
 
 class KubernetesEndpoints(Struct, frozen=True):

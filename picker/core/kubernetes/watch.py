@@ -31,6 +31,8 @@ MOST_OBJECTS = 10_000
 _PAGE = "100"
 """Objects on a page: reading a page holds up everything else for some milliseconds."""
 _FRUITLESS_WATCHES = 3
+_LASTING_SECONDS = 10.0
+"""A stream that lasted so long was a good one, whatever ended it."""
 _NO_VERSION = ("", "0")
 
 
@@ -77,7 +79,7 @@ class WatchSettings(Struct, frozen=True):
     watch: float = 300.0
     relist: float = 1800.0
     shortest_pause: float = 0.1
-    longest_pause: float = 5.0
+    longest_pause: float = 1.0
     longest_wait: float = 30.0
 
 
@@ -224,7 +226,7 @@ class Watch(Generic[T]):
                 self._start_over()
 
     def _lasted(self, now: float) -> bool:
-        return bool(self._version) and now - self._asked_at > 2 * self._settings.longest_pause
+        return bool(self._version) and now - self._asked_at > _LASTING_SECONDS
 
     def _start_over(self) -> None:
         self._version = self._more = ""

@@ -235,7 +235,7 @@ def test_lists_that_work_do_not_excuse_watches_that_never_do(storage):
             watch.refused(403, Status(), None, 0.0)
         else:
             watch.page(page_of(storage), 0.0)
-    assert sum(pauses) > 30
+    assert sum(pauses) > 8
 
 
 def test_a_watch_of_which_nothing_comes_is_not_trusted_forever(storage):
