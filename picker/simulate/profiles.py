@@ -71,7 +71,9 @@ def _exact(block_size: int) -> Scheduler:
 _ALL = (
     _named(ProfileName.TOKEN_COST, "the default: tokens of prefill that a request costs, by what was sent where"),
     Profile("token-cost-events", "the same, by engines' KV events", _exact),
-    _named(ProfileName.KTHENA, "Kthena's default", 1.0),
+    _named(ProfileName.KTHENA, "what Kthena's router does by default", 1.0),
+    _named(ProfileName.LLM_D, "what llm-d's endpoint picker does by default", 0.05),
+    _named(ProfileName.LLM_D_GUIDE, "what llm-d's guides configure", 0.05),
     _by_work("lmetric", "tokens that a prompt lacks, times requests", lambda: Product(queued=False)),
     _by_work("lmetric-queued", "tokens that a prompt lacks or that wait, times requests", lambda: Product(queued=True)),
     Profile("least-request", "fewest in flight", lambda _: Scheduler((), (), ())),
@@ -80,5 +82,5 @@ _ALL = (
 )
 BUILT_IN = {profile.name: profile for profile in _ALL}
 """Profiles by name."""
-DEFAULT = (str(ProfileName.TOKEN_COST), str(ProfileName.KTHENA), "least-request", "round-robin")
+DEFAULT = (*map(str, ProfileName), "least-request", "round-robin")
 """Those that are compared where none are named."""
