@@ -31,6 +31,10 @@ proto: setup ## Regenerate picker/_proto from proto/
 docs: setup ## Regenerate the reference tables in README.md and docs/
 	$(BIN)/python scripts/generate_docs.py
 
+.PHONY: manifests
+manifests: ## Put the files of manifests/base in a row, for kubectl apply -f manifests/
+	@for name in namespace access config picker network; do echo ---; cat manifests/base/$$name.yaml; done > manifests/install.yaml
+
 .PHONY: lint
 lint: setup ## Lint, formatting and layers
 	$(BIN)/ruff check .
