@@ -79,6 +79,7 @@ def load(document: str | bytes, overrides: Mapping[str, Any] = MappingProxyType(
     _check_listen(config.listen, findings)
     _check_scrape(config.scrape, findings)
     _check_predict(config.predict, findings)
+    config.models.check("models", findings)
     config_sticky.check(config.session_sticky, "sessionSticky", findings)
     scheduler, spec = config_scheduler.settle(config.scheduler, "scheduler", findings)
     endpoints = config.endpoints

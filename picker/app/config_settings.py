@@ -13,6 +13,7 @@ from picker.core import addresses
 from picker.core.admission.settings import AdmissionSettings
 from picker.core.exchange.events import BodyMode
 from picker.core.kubernetes.pools import PoolGroup, read_selector
+from picker.core.models import ModelSettings
 from picker.io.discovery.endpoint_list import EndpointEntry, Engine
 
 _Listen = Annotated[str, Meta(extra={"read": addresses.listening})]
@@ -295,6 +296,8 @@ class Config(Struct, frozen=True, rename="camel"):
     """Requests of one session go to one endpoint, for as long as it passes the filters. Off without `sources`."""
     admission: AdmissionSettings = AdmissionSettings()
     """Who is turned away, and who waits, while the pool is saturated."""
+    models: ModelSettings = ModelSettings()
+    """Names of models."""
     predict: Predict = Predict()
     """The listener for predictions."""
     log: Log = Log()

@@ -29,6 +29,7 @@ from picker.app.reload import ConfigFile
 from picker.app.sticky import StickyPart
 from picker.core.director import Director
 from picker.core.endpoints import Endpoint, EndpointTable
+from picker.core.models import Rewrites
 from picker.core.plugins.registry import build_scheduler
 from picker.io.admin import AdminServer
 from picker.io.admission import Gate, can_matter
@@ -212,7 +213,8 @@ class Picker:
             self._scrape(config)
 
     def _admit(self, config: Config) -> None:
-        """Put a gate before the scheduler if any request could be stopped there."""
+        """Put names of models in force, and a gate before the scheduler if any request could be stopped there."""
+        self._director.rewrites = Rewrites(config.models)
         settings, gate = config.admission, self._service.gate
         if gate is not None:
             gate.configure(settings)

@@ -13,9 +13,12 @@ from http import HTTPStatus
 from math import isnan
 from typing import Any
 
+import msgspec
+
 from picker.core.endpoints import Endpoint, EndpointTable
 from picker.core.exchange.effects import BodyState, Decide, Finish, LearnedOn
 from picker.core.headers import REQUEST_ID
+from picker.core.models import ModelSettings, Rewrites, Rewritten, model_of, replace_model
 from picker.core.prompts import Prompt, Unused, parse
 from picker.core.scheduling.api import Candidates, Learning, Preparation, Request, Rng, Timer
 from picker.core.scheduling.decision import Decision, Reason
@@ -66,6 +69,7 @@ class Director:
         self.in_flight = 0
         self.prefill_signals: Counter[PrefillSignal] = Counter()
         self.token_ratio = TokenRatio()
+        self.rewrites = Rewrites(ModelSettings())
         self._forgotten: dict[int, int] = {}
         self._forgets = 0
 
@@ -92,6 +96,17 @@ class Director:
             bytes_per_token=self.token_ratio.of(prompt.model),
             session=session,
         )
+
+    def rewrite(self, asked: Decide) -> tuple[Decide, Rewritten | None]:
+        """Have a request ask for the model that its name stands for, where there is such a one."""
+        if not self.rewrites or asked.body_state is not BodyState.COMPLETE:
+            return asked, None
+        name = model_of(asked.body)
+        target = None if name is None else self.rewrites.target(name, self._rng)
+        body = None if target is None else replace_model(asked.body, target)
+        if name is None or target is None or body is None:
+            return asked, None
+        return msgspec.structs.replace(asked, body=body), Rewritten(name, target)
 
     def now(self) -> float:
         """Monotonic seconds, of the clock of `Request.now`."""

@@ -87,6 +87,7 @@ async def explain(
     subset = asked.get(SUBSET)
     allowed = tuple(part.strip() for part in subset.decode().split(",")) if subset is not None else None
     decide = Decide(asked, body, BodyState.COMPLETE, None, allowed)
+    decide, _ = director.rewrite(decide)
     request = director.read(decide)
     preparing = director.prepare(decide, request)
     if preparing:

@@ -129,6 +129,11 @@ class Exchange:
         action = self._row.get(type(event))
         return action(self, event) if action is not None else _NOTHING
 
+    @property
+    def response_mode(self) -> BodyMode | None:
+        """How Envoy sends the response body, where it says so."""
+        return self._response.mode
+
     def limit_body(self, most_bytes: int) -> None:
         """Lower the bound on what is kept of the request body; it acts with the next piece."""
         self._max_body_bytes = min(self._max_body_bytes, most_bytes)

@@ -21,6 +21,15 @@ class _Body(Struct, gc=False):
 _decode = msgspec.json.Decoder(_Body).decode
 
 
+def model_of(body: bytes) -> str | None:
+    """The top-level `model` of a body; None when it has none that is text."""
+    try:
+        value = _decode(body).model
+        return msgspec.json.decode(value, type=str) if memoryview(value) else None
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return None
+
+
 def replace_model(body: bytes, model: str) -> bytes | None:
     """The body with another value of its top-level `model`; None for a body that is no JSON object, or has none.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 from itertools import accumulate
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from msgspec import Meta, Struct
 
@@ -47,6 +47,13 @@ class ModelSettings(Struct, frozen=True):
             seen.add(rewrite.name)
             if not rewrite.targets:
                 findings.add(child(here, "targets"), "is empty", remedy="add a model, or remove the entry")
+
+
+class Rewritten(NamedTuple):
+    """A request that goes to another model than it asks for."""
+
+    name: str
+    target: str
 
 
 class Rewrites:

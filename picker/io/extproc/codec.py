@@ -120,7 +120,8 @@ def _encode(reply: HeadersReply | BodyReply | TrailersReply) -> bytes:
         _steer(message, reply.destination)
     if isinstance(reply, BodyReply) and reply.body is not None:
         answer.response.body_mutation.body = reply.body
-        _set(answer.response.header_mutation, (("content-length", b"%d" % len(reply.body)),))
+        if reply.side is Side.REQUEST:
+            _set(answer.response.header_mutation, (("content-length", b"%d" % len(reply.body)),))
     if isinstance(reply, HeadersReply) and reply.modes is not None:
         message.mode_override.CopyFrom(_override(reply.modes))
     return message.SerializeToString()

@@ -66,6 +66,8 @@ class ExtProcService:
         self.settings = settings
         self.afterwards = Afterwards(soon)
         self.observations = Observations(telemetry)
+        self.model_names: Counter[str] = Counter()
+        """What became of requests for names of other models, and of the names in their responses."""
         self.gate: Gate | None = None
         """There while requests may be turned away or have to wait."""
         self.open_streams = 0

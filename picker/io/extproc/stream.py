@@ -22,6 +22,7 @@ from picker.core.usage import Usage
 from picker.io.admission import Entry
 from picker.io.extproc.codec import MalformedMessageError, UnknownMessageError, decode, encode
 from picker.io.extproc.context import Observed
+from picker.io.extproc.model_names import RestoredNames
 from picker.io.extproc.observer import Expected, ObserverStream
 from picker.io.extproc.usage_tap import UsageTap
 from picker.io.rpc import Call, Status
@@ -35,6 +36,7 @@ class ExtProcStream:
 
     __slots__ = (
         "_answer",
+        "_body",
         "_buffered",
         "_call",
         "_decided_at",
@@ -42,6 +44,7 @@ class ExtProcStream:
         "_exchange",
         "_expected",
         "_fallbacks",
+        "_names",
         "_observer",
         "_preparing",
         "_service",
@@ -69,6 +72,9 @@ class ExtProcStream:
         self._timer: asyncio.TimerHandle | None = None
         self._preparing: asyncio.Future[Mapping[str, Any]] | None = None
         self._waiting: Entry | None = None
+        self._body: bytes | None = None
+        """The request body that goes to the endpoint in the place of the client's."""
+        self._names: RestoredNames | None = None
         self._answer: Answered | None = None
         self._tap: UsageTap | None = None
         self._expected: Expected | None = None
@@ -94,7 +100,10 @@ class ExtProcStream:
             return
         elif kind is ResponseBody and self._answer is not None and event.data:  # type: ignore[union-attr]
             self._read_usage(event.data)  # type: ignore[union-attr]
-        self._run(self._exchange.receive(event))  # type: ignore[arg-type]
+        effects = self._exchange.receive(event)  # type: ignore[arg-type]
+        if self._names is not None:
+            effects = self._names.apply(effects, event, self._exchange.response_mode)
+        self._run(effects)
 
     def half_closed(self) -> None:
         self._prepare_no_more()
@@ -160,6 +169,8 @@ class ExtProcStream:
             self._run(self._carry_out(self._service.director.refuse(asked, Reason.SATURATED)))
 
     def _prepare_or_decide(self, asked: Decide) -> None:
+        if self._service.director.rewrites:
+            asked = self._rewrite(asked)
         prepared = self._service.prepare(asked)
         if prepared is None:
             self._run(self._decide(asked))
@@ -167,6 +178,15 @@ class ExtProcStream:
         request, preparing = prepared
         self._preparing = asyncio.ensure_future(preparing)
         self._preparing.add_done_callback(partial(self._prepared, asked, request))
+
+    def _rewrite(self, asked: Decide) -> Decide:
+        service = self._service
+        asked, rewritten = service.director.rewrite(asked)
+        if rewritten is not None:
+            service.model_names["rewritten"] += 1
+            self._body = asked.body
+            self._names = RestoredNames(rewritten, service.model_names)
+        return asked
 
     def _prepared(self, asked: Decide, request: Request, preparing: asyncio.Future[Mapping[str, Any]]) -> None:
         if preparing.cancelled():
@@ -202,7 +222,8 @@ class ExtProcStream:
             if service.observations.seen and service.settings.learn_usage:
                 request = decision.request
                 self._expected = service.observations.expect(request.request_id, request.path, self._prefilled)
-            outcome: Routed | Refused = Routed(",".join(decision.destinations), decision.headers)
+            outcome: Routed | Refused = Routed(",".join(decision.destinations), decision.headers, self._body)
+            self._body = None
         else:
             outcome = service.refuse(decision)
         effects = self._exchange.decided(outcome)
