@@ -75,6 +75,7 @@ NOT_MISSED = {
     "Deployment/picker/*/args/5": "--pool-name implies TLS; said for readers",
     "NetworkPolicy/*/policyTypes": "implied by the rules",
     "NetworkPolicy/redis/*/policyTypes/0": "Ingress is implied",
+    "NetworkPolicy/picker-redis/*/ports*": "the policy of Redis lets in no other port",
     "NetworkPolicy/*/protocol": "TCP is the default",
     "Service/*/targetPort": "the port is the default, and the same number",
     "Service/model-servers*/name": "a single port needs no name",
