@@ -15,6 +15,7 @@ from picker.core.prefix_cache.index import PrefixIndex
 from picker.io.extproc.service import ExtProcService
 from picker.io.kvcache.metrics import kv_cache_readings
 from picker.io.kvcache.runtime import KvCacheRuntime
+from picker.io.metric_admission import admission_readings
 from picker.io.metric_families import MAX_MODELS, Family, ModelLabels, Reading, Readings
 from picker.io.metric_routing import by_endpoint, endpoint_labels, routing_readings
 from picker.io.sticky.metrics import sticky_readings
@@ -188,6 +189,7 @@ class Sources:
             *routing_readings(self),
             *kv_cache_readings(self),
             *sticky_readings(self),
+            *admission_readings(self),
             counter(
                 "model_label_overflow_total",
                 "",

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from picker.core.exchange.effects import Anomaly, Finish, LearnedOn
 from picker.core.prompts import Unused
-from picker.core.scheduling.decision import Decision, First, Steps
+from picker.core.scheduling.decision import Decision, First, PrefillPlace, Steps
 from picker.io.metric_families import OTHER, Counter, Family, Histogram
 from picker.io.metric_sources import Sources
 
@@ -66,6 +66,13 @@ class Metrics(Sources):
             "Destinations that were not those with the highest total: the session is `pinned` there, or a suspect "
             "endpoint gets its `probe`.",
             [(why,) for why in First],
+        )
+        self.prefill_places = Counter(
+            "prefill_place_total",
+            "place",
+            "Where prompts are computed while some endpoints are there for nothing else: `apart`; or by the decode endpoint, "
+            "for `few_tokens`, or because `no_endpoint` could be used for prefill.",
+            [(place,) for place in PrefillPlace],
         )
         self.evictions = Counter(
             "prefix_cache_evictions_total",
@@ -165,6 +172,8 @@ class Metrics(Sources):
                 self._cost.observe(decision.costs.item(decision.order[0]))
         if decision.first is not None:
             self.put_first.series[decision.first,] += 1
+        if decision.prefill_place is not None:
+            self.prefill_places.series[decision.prefill_place,] += 1
         steps = decision.steps
         for buckets, nanoseconds in zip(self._steps, steps, strict=True):
             buckets.observe(nanoseconds)

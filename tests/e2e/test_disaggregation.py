@@ -66,7 +66,9 @@ async def test_prompts_are_computed_apart_and_cached_in_both_places(fleet):
     assert again.seen["usage"]["prompt_tokens_details"]["cached_tokens"] >= 1984
     assert sum(total(engines, "requests")[:2]) == 2
     metrics = await picker.settled()
-    assert metrics("in_flight") == 0
+    assert metrics("in_flight_requests") == 0
+    assert metrics("prefill_place_total", place="apart") == 2
+    assert metrics("prefill_place_total", place="few_tokens") == 1
 
 
 async def test_load_is_spread_over_both_pools(fleet):
@@ -79,7 +81,7 @@ async def test_load_is_spread_over_both_pools(fleet):
     assert sum(total(engines, "refused")[n].get("500", 0) for n in range(4)) == 0
 
     async def at_rest():
-        return (await picker.metrics())("in_flight") == 0
+        return (await picker.metrics())("in_flight_requests") == 0
 
     await until(at_rest)
 

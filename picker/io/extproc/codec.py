@@ -101,6 +101,13 @@ def _immediate(reply: Immediate) -> pb.ProcessingResponse:
     return message
 
 
+def more_time(seconds: float) -> bytes:
+    """Ask Envoy to wait for so long for the answer to the message it sent last; it does up to `max_message_timeout`."""
+    message = pb.ProcessingResponse()
+    message.override_message_timeout.FromMilliseconds(int(seconds * 1000))
+    return message.SerializeToString()
+
+
 def _encode(reply: HeadersReply | BodyReply | TrailersReply) -> bytes:
     message = pb.ProcessingResponse()
     if isinstance(reply, TrailersReply):

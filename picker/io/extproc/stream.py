@@ -12,7 +12,7 @@ import msgspec
 from picker.core.admission.waiting import Left
 from picker.core.director import PrefillSignal, Ticket
 from picker.core.exchange.effects import Anomaly, Answered, Arm, Decide, Effect, Finish, FirstChunk, Report
-from picker.core.exchange.events import RequestBody, ResponseBody, StreamEnded, TimerFired
+from picker.core.exchange.events import BodyMode, RequestBody, ResponseBody, StreamEnded, TimerFired
 from picker.core.exchange.machine import Exchange
 from picker.core.exchange.outcomes import Refused, Routed
 from picker.core.headers import FALLBACKS_WANTED
@@ -20,7 +20,7 @@ from picker.core.scheduling.api import Request
 from picker.core.scheduling.decision import Decision, Reason
 from picker.core.usage import Usage
 from picker.io.admission import Entry
-from picker.io.extproc.codec import MalformedMessageError, UnknownMessageError, decode, encode
+from picker.io.extproc.codec import MalformedMessageError, UnknownMessageError, decode, encode, more_time
 from picker.io.extproc.context import Observed
 from picker.io.extproc.model_names import RestoredNames
 from picker.io.extproc.observer import Expected, ObserverStream
@@ -29,6 +29,10 @@ from picker.io.rpc import Call, Status
 
 if TYPE_CHECKING:
     from picker.io.extproc.service import ExtProcService
+
+
+_MARGIN_SECONDS = 1.0
+"""Envoy's patience beyond the longest wait, so that it is we who tell the client."""
 
 
 class ExtProcStream:
@@ -158,6 +162,8 @@ class ExtProcStream:
         entry = gate.enter(asked, partial(self._left, asked))
         if isinstance(entry, Entry):
             self._waiting = entry
+            if asked.body_mode is not BodyMode.FULL_DUPLEX_STREAMED:  # where Envoy waits without end
+                self._call.send(more_time(gate.settings.queue.max_seconds + _MARGIN_SECONDS))
         else:
             self._left(asked, entry)
 

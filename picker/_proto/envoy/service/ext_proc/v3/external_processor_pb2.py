@@ -22,10 +22,11 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n2envoy/service/ext_proc/v3/external_processor.proto\x12\x19\x65nvoy.service.ext_proc.v3\x1a\x1cgoogle/protobuf/struct.proto\"\xef\x05\n\x11ProcessingRequest\x12\x41\n\x0frequest_headers\x18\x02 \x01(\x0b\x32&.envoy.service.ext_proc.v3.HttpHeadersH\x00\x12\x42\n\x10response_headers\x18\x03 \x01(\x0b\x32&.envoy.service.ext_proc.v3.HttpHeadersH\x00\x12;\n\x0crequest_body\x18\x04 \x01(\x0b\x32#.envoy.service.ext_proc.v3.HttpBodyH\x00\x12<\n\rresponse_body\x18\x05 \x01(\x0b\x32#.envoy.service.ext_proc.v3.HttpBodyH\x00\x12\x43\n\x10request_trailers\x18\x06 \x01(\x0b\x32\'.envoy.service.ext_proc.v3.HttpTrailersH\x00\x12\x44\n\x11response_trailers\x18\x07 \x01(\x0b\x32\'.envoy.service.ext_proc.v3.HttpTrailersH\x00\x12=\n\x10metadata_context\x18\x08 \x01(\x0b\x32#.envoy.service.ext_proc.v3.Metadata\x12P\n\nattributes\x18\t \x03(\x0b\x32<.envoy.service.ext_proc.v3.ProcessingRequest.AttributesEntry\x12\x1a\n\x12observability_mode\x18\n \x01(\x08\x12I\n\x0fprotocol_config\x18\x0b \x01(\x0b\x32\x30.envoy.service.ext_proc.v3.ProtocolConfiguration\x1aJ\n\x0f\x41ttributesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x05value\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct:\x02\x38\x01\x42\t\n\x07request\"\x86\x05\n\x12ProcessingResponse\x12\x45\n\x0frequest_headers\x18\x01 \x01(\x0b\x32*.envoy.service.ext_proc.v3.HeadersResponseH\x00\x12\x46\n\x10response_headers\x18\x02 \x01(\x0b\x32*.envoy.service.ext_proc.v3.HeadersResponseH\x00\x12?\n\x0crequest_body\x18\x03 \x01(\x0b\x32\'.envoy.service.ext_proc.v3.BodyResponseH\x00\x12@\n\rresponse_body\x18\x04 \x01(\x0b\x32\'.envoy.service.ext_proc.v3.BodyResponseH\x00\x12G\n\x10request_trailers\x18\x05 \x01(\x0b\x32+.envoy.service.ext_proc.v3.TrailersResponseH\x00\x12H\n\x11response_trailers\x18\x06 \x01(\x0b\x32+.envoy.service.ext_proc.v3.TrailersResponseH\x00\x12J\n\x12immediate_response\x18\x07 \x01(\x0b\x32,.envoy.service.ext_proc.v3.ImmediateResponseH\x00\x12\x31\n\x10\x64ynamic_metadata\x18\x08 \x01(\x0b\x32\x17.google.protobuf.Struct\x12@\n\rmode_override\x18\t \x01(\x0b\x32).envoy.service.ext_proc.v3.ProcessingModeB\n\n\x08response\"\xd7\x01\n\x15ProtocolConfiguration\x12\x42\n\x11request_body_mode\x18\x01 \x01(\x0e\x32\'.envoy.service.ext_proc.v3.BodySendMode\x12\x43\n\x12response_body_mode\x18\x02 \x01(\x0e\x32\'.envoy.service.ext_proc.v3.BodySendMode\x12\x35\n-send_body_without_waiting_for_header_response\x18\x03 \x01(\x08\"\xbd\x03\n\x0eProcessingMode\x12\x46\n\x13request_header_mode\x18\x01 \x01(\x0e\x32).envoy.service.ext_proc.v3.HeaderSendMode\x12G\n\x14response_header_mode\x18\x02 \x01(\x0e\x32).envoy.service.ext_proc.v3.HeaderSendMode\x12\x42\n\x11request_body_mode\x18\x03 \x01(\x0e\x32\'.envoy.service.ext_proc.v3.BodySendMode\x12\x43\n\x12response_body_mode\x18\x04 \x01(\x0e\x32\'.envoy.service.ext_proc.v3.BodySendMode\x12G\n\x14request_trailer_mode\x18\x05 \x01(\x0e\x32).envoy.service.ext_proc.v3.HeaderSendMode\x12H\n\x15response_trailer_mode\x18\x06 \x01(\x0e\x32).envoy.service.ext_proc.v3.HeaderSendMode\"[\n\x0bHttpHeaders\x12\x35\n\x07headers\x18\x01 \x01(\x0b\x32$.envoy.service.ext_proc.v3.HeaderMap\x12\x15\n\rend_of_stream\x18\x03 \x01(\x08\"/\n\x08HttpBody\x12\x0c\n\x04\x62ody\x18\x01 \x01(\x0c\x12\x15\n\rend_of_stream\x18\x02 \x01(\x08\"F\n\x0cHttpTrailers\x12\x36\n\x08trailers\x18\x01 \x01(\x0b\x32$.envoy.service.ext_proc.v3.HeaderMap\"N\n\x0fHeadersResponse\x12;\n\x08response\x18\x01 \x01(\x0b\x32).envoy.service.ext_proc.v3.CommonResponse\"K\n\x0c\x42odyResponse\x12;\n\x08response\x18\x01 \x01(\x0b\x32).envoy.service.ext_proc.v3.CommonResponse\"V\n\x10TrailersResponse\x12\x42\n\x0fheader_mutation\x18\x01 \x01(\x0b\x32).envoy.service.ext_proc.v3.HeaderMutation\"\xb3\x02\n\x0e\x43ommonResponse\x12H\n\x06status\x18\x01 \x01(\x0e\x32\x38.envoy.service.ext_proc.v3.CommonResponse.ResponseStatus\x12\x42\n\x0fheader_mutation\x18\x02 \x01(\x0b\x32).envoy.service.ext_proc.v3.HeaderMutation\x12>\n\rbody_mutation\x18\x03 \x01(\x0b\x32\'.envoy.service.ext_proc.v3.BodyMutation\x12\x19\n\x11\x63lear_route_cache\x18\x05 \x01(\x08\"8\n\x0eResponseStatus\x12\x0c\n\x08\x43ONTINUE\x10\x00\x12\x18\n\x14\x43ONTINUE_AND_REPLACE\x10\x01\"\xa5\x01\n\x11ImmediateResponse\x12\x35\n\x06status\x18\x01 \x01(\x0b\x32%.envoy.service.ext_proc.v3.HttpStatus\x12:\n\x07headers\x18\x02 \x01(\x0b\x32).envoy.service.ext_proc.v3.HeaderMutation\x12\x0c\n\x04\x62ody\x18\x03 \x01(\x0c\x12\x0f\n\x07\x64\x65tails\x18\x05 \x01(\t\"\x1a\n\nHttpStatus\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\"k\n\x0eHeaderMutation\x12\x41\n\x0bset_headers\x18\x01 \x03(\x0b\x32,.envoy.service.ext_proc.v3.HeaderValueOption\x12\x16\n\x0eremove_headers\x18\x02 \x03(\t\"\x8e\x01\n\x0c\x42odyMutation\x12\x0e\n\x04\x62ody\x18\x01 \x01(\x0cH\x00\x12\x14\n\nclear_body\x18\x02 \x01(\x08H\x00\x12L\n\x11streamed_response\x18\x03 \x01(\x0b\x32/.envoy.service.ext_proc.v3.StreamedBodyResponseH\x00\x42\n\n\x08mutation\";\n\x14StreamedBodyResponse\x12\x0c\n\x04\x62ody\x18\x01 \x01(\x0c\x12\x15\n\rend_of_stream\x18\x02 \x01(\x08\"D\n\tHeaderMap\x12\x37\n\x07headers\x18\x01 \x03(\x0b\x32&.envoy.service.ext_proc.v3.HeaderValue\"<\n\x0bHeaderValue\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\x12\x11\n\traw_value\x18\x03 \x01(\x0c\"\xa2\x02\n\x11HeaderValueOption\x12\x36\n\x06header\x18\x01 \x01(\x0b\x32&.envoy.service.ext_proc.v3.HeaderValue\x12V\n\rappend_action\x18\x03 \x01(\x0e\x32?.envoy.service.ext_proc.v3.HeaderValueOption.HeaderAppendAction\"}\n\x12HeaderAppendAction\x12\x1b\n\x17\x41PPEND_IF_EXISTS_OR_ADD\x10\x00\x12\x11\n\rADD_IF_ABSENT\x10\x01\x12\x1e\n\x1aOVERWRITE_IF_EXISTS_OR_ADD\x10\x02\x12\x17\n\x13OVERWRITE_IF_EXISTS\x10\x03\"\xac\x01\n\x08Metadata\x12P\n\x0f\x66ilter_metadata\x18\x01 \x03(\x0b\x32\x37.envoy.service.ext_proc.v3.Metadata.FilterMetadataEntry\x1aN\n\x13\x46ilterMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x05value\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct:\x02\x38\x01*n\n\x0c\x42odySendMode\x12\x08\n\x04NONE\x10\x00\x12\x0c\n\x08STREAMED\x10\x01\x12\x0c\n\x08\x42UFFERED\x10\x02\x12\x14\n\x10\x42UFFERED_PARTIAL\x10\x03\x12\x18\n\x14\x46ULL_DUPLEX_STREAMED\x10\x04\x12\x08\n\x04GRPC\x10\x05*1\n\x0eHeaderSendMode\x12\x0b\n\x07\x44\x45\x46\x41ULT\x10\x00\x12\x08\n\x04SEND\x10\x01\x12\x08\n\x04SKIP\x10\x02\x32\x7f\n\x11\x45xternalProcessor\x12j\n\x07Process\x12,.envoy.service.ext_proc.v3.ProcessingRequest\x1a-.envoy.service.ext_proc.v3.ProcessingResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n2envoy/service/ext_proc/v3/external_processor.proto\x12\x19\x65nvoy.service.ext_proc.v3\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\"\xef\x05\n\x11ProcessingRequest\x12\x41\n\x0frequest_headers\x18\x02 \x01(\x0b\x32&.envoy.service.ext_proc.v3.HttpHeadersH\x00\x12\x42\n\x10response_headers\x18\x03 \x01(\x0b\x32&.envoy.service.ext_proc.v3.HttpHeadersH\x00\x12;\n\x0crequest_body\x18\x04 \x01(\x0b\x32#.envoy.service.ext_proc.v3.HttpBodyH\x00\x12<\n\rresponse_body\x18\x05 \x01(\x0b\x32#.envoy.service.ext_proc.v3.HttpBodyH\x00\x12\x43\n\x10request_trailers\x18\x06 \x01(\x0b\x32\'.envoy.service.ext_proc.v3.HttpTrailersH\x00\x12\x44\n\x11response_trailers\x18\x07 \x01(\x0b\x32\'.envoy.service.ext_proc.v3.HttpTrailersH\x00\x12=\n\x10metadata_context\x18\x08 \x01(\x0b\x32#.envoy.service.ext_proc.v3.Metadata\x12P\n\nattributes\x18\t \x03(\x0b\x32<.envoy.service.ext_proc.v3.ProcessingRequest.AttributesEntry\x12\x1a\n\x12observability_mode\x18\n \x01(\x08\x12I\n\x0fprotocol_config\x18\x0b \x01(\x0b\x32\x30.envoy.service.ext_proc.v3.ProtocolConfiguration\x1aJ\n\x0f\x41ttributesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x05value\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct:\x02\x38\x01\x42\t\n\x07request\"\xc3\x05\n\x12ProcessingResponse\x12\x45\n\x0frequest_headers\x18\x01 \x01(\x0b\x32*.envoy.service.ext_proc.v3.HeadersResponseH\x00\x12\x46\n\x10response_headers\x18\x02 \x01(\x0b\x32*.envoy.service.ext_proc.v3.HeadersResponseH\x00\x12?\n\x0crequest_body\x18\x03 \x01(\x0b\x32\'.envoy.service.ext_proc.v3.BodyResponseH\x00\x12@\n\rresponse_body\x18\x04 \x01(\x0b\x32\'.envoy.service.ext_proc.v3.BodyResponseH\x00\x12G\n\x10request_trailers\x18\x05 \x01(\x0b\x32+.envoy.service.ext_proc.v3.TrailersResponseH\x00\x12H\n\x11response_trailers\x18\x06 \x01(\x0b\x32+.envoy.service.ext_proc.v3.TrailersResponseH\x00\x12J\n\x12immediate_response\x18\x07 \x01(\x0b\x32,.envoy.service.ext_proc.v3.ImmediateResponseH\x00\x12\x31\n\x10\x64ynamic_metadata\x18\x08 \x01(\x0b\x32\x17.google.protobuf.Struct\x12@\n\rmode_override\x18\t \x01(\x0b\x32).envoy.service.ext_proc.v3.ProcessingMode\x12;\n\x18override_message_timeout\x18\n \x01(\x0b\x32\x19.google.protobuf.DurationB\n\n\x08response\"\xd7\x01\n\x15ProtocolConfiguration\x12\x42\n\x11request_body_mode\x18\x01 \x01(\x0e\x32\'.envoy.service.ext_proc.v3.BodySendMode\x12\x43\n\x12response_body_mode\x18\x02 \x01(\x0e\x32\'.envoy.service.ext_proc.v3.BodySendMode\x12\x35\n-send_body_without_waiting_for_header_response\x18\x03 \x01(\x08\"\xbd\x03\n\x0eProcessingMode\x12\x46\n\x13request_header_mode\x18\x01 \x01(\x0e\x32).envoy.service.ext_proc.v3.HeaderSendMode\x12G\n\x14response_header_mode\x18\x02 \x01(\x0e\x32).envoy.service.ext_proc.v3.HeaderSendMode\x12\x42\n\x11request_body_mode\x18\x03 \x01(\x0e\x32\'.envoy.service.ext_proc.v3.BodySendMode\x12\x43\n\x12response_body_mode\x18\x04 \x01(\x0e\x32\'.envoy.service.ext_proc.v3.BodySendMode\x12G\n\x14request_trailer_mode\x18\x05 \x01(\x0e\x32).envoy.service.ext_proc.v3.HeaderSendMode\x12H\n\x15response_trailer_mode\x18\x06 \x01(\x0e\x32).envoy.service.ext_proc.v3.HeaderSendMode\"[\n\x0bHttpHeaders\x12\x35\n\x07headers\x18\x01 \x01(\x0b\x32$.envoy.service.ext_proc.v3.HeaderMap\x12\x15\n\rend_of_stream\x18\x03 \x01(\x08\"/\n\x08HttpBody\x12\x0c\n\x04\x62ody\x18\x01 \x01(\x0c\x12\x15\n\rend_of_stream\x18\x02 \x01(\x08\"F\n\x0cHttpTrailers\x12\x36\n\x08trailers\x18\x01 \x01(\x0b\x32$.envoy.service.ext_proc.v3.HeaderMap\"N\n\x0fHeadersResponse\x12;\n\x08response\x18\x01 \x01(\x0b\x32).envoy.service.ext_proc.v3.CommonResponse\"K\n\x0c\x42odyResponse\x12;\n\x08response\x18\x01 \x01(\x0b\x32).envoy.service.ext_proc.v3.CommonResponse\"V\n\x10TrailersResponse\x12\x42\n\x0fheader_mutation\x18\x01 \x01(\x0b\x32).envoy.service.ext_proc.v3.HeaderMutation\"\xb3\x02\n\x0e\x43ommonResponse\x12H\n\x06status\x18\x01 \x01(\x0e\x32\x38.envoy.service.ext_proc.v3.CommonResponse.ResponseStatus\x12\x42\n\x0fheader_mutation\x18\x02 \x01(\x0b\x32).envoy.service.ext_proc.v3.HeaderMutation\x12>\n\rbody_mutation\x18\x03 \x01(\x0b\x32\'.envoy.service.ext_proc.v3.BodyMutation\x12\x19\n\x11\x63lear_route_cache\x18\x05 \x01(\x08\"8\n\x0eResponseStatus\x12\x0c\n\x08\x43ONTINUE\x10\x00\x12\x18\n\x14\x43ONTINUE_AND_REPLACE\x10\x01\"\xa5\x01\n\x11ImmediateResponse\x12\x35\n\x06status\x18\x01 \x01(\x0b\x32%.envoy.service.ext_proc.v3.HttpStatus\x12:\n\x07headers\x18\x02 \x01(\x0b\x32).envoy.service.ext_proc.v3.HeaderMutation\x12\x0c\n\x04\x62ody\x18\x03 \x01(\x0c\x12\x0f\n\x07\x64\x65tails\x18\x05 \x01(\t\"\x1a\n\nHttpStatus\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\"k\n\x0eHeaderMutation\x12\x41\n\x0bset_headers\x18\x01 \x03(\x0b\x32,.envoy.service.ext_proc.v3.HeaderValueOption\x12\x16\n\x0eremove_headers\x18\x02 \x03(\t\"\x8e\x01\n\x0c\x42odyMutation\x12\x0e\n\x04\x62ody\x18\x01 \x01(\x0cH\x00\x12\x14\n\nclear_body\x18\x02 \x01(\x08H\x00\x12L\n\x11streamed_response\x18\x03 \x01(\x0b\x32/.envoy.service.ext_proc.v3.StreamedBodyResponseH\x00\x42\n\n\x08mutation\";\n\x14StreamedBodyResponse\x12\x0c\n\x04\x62ody\x18\x01 \x01(\x0c\x12\x15\n\rend_of_stream\x18\x02 \x01(\x08\"D\n\tHeaderMap\x12\x37\n\x07headers\x18\x01 \x03(\x0b\x32&.envoy.service.ext_proc.v3.HeaderValue\"<\n\x0bHeaderValue\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\x12\x11\n\traw_value\x18\x03 \x01(\x0c\"\xa2\x02\n\x11HeaderValueOption\x12\x36\n\x06header\x18\x01 \x01(\x0b\x32&.envoy.service.ext_proc.v3.HeaderValue\x12V\n\rappend_action\x18\x03 \x01(\x0e\x32?.envoy.service.ext_proc.v3.HeaderValueOption.HeaderAppendAction\"}\n\x12HeaderAppendAction\x12\x1b\n\x17\x41PPEND_IF_EXISTS_OR_ADD\x10\x00\x12\x11\n\rADD_IF_ABSENT\x10\x01\x12\x1e\n\x1aOVERWRITE_IF_EXISTS_OR_ADD\x10\x02\x12\x17\n\x13OVERWRITE_IF_EXISTS\x10\x03\"\xac\x01\n\x08Metadata\x12P\n\x0f\x66ilter_metadata\x18\x01 \x03(\x0b\x32\x37.envoy.service.ext_proc.v3.Metadata.FilterMetadataEntry\x1aN\n\x13\x46ilterMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x05value\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct:\x02\x38\x01*n\n\x0c\x42odySendMode\x12\x08\n\x04NONE\x10\x00\x12\x0c\n\x08STREAMED\x10\x01\x12\x0c\n\x08\x42UFFERED\x10\x02\x12\x14\n\x10\x42UFFERED_PARTIAL\x10\x03\x12\x18\n\x14\x46ULL_DUPLEX_STREAMED\x10\x04\x12\x08\n\x04GRPC\x10\x05*1\n\x0eHeaderSendMode\x12\x0b\n\x07\x44\x45\x46\x41ULT\x10\x00\x12\x08\n\x04SEND\x10\x01\x12\x08\n\x04SKIP\x10\x02\x32\x7f\n\x11\x45xternalProcessor\x12j\n\x07Process\x12,.envoy.service.ext_proc.v3.ProcessingRequest\x1a-.envoy.service.ext_proc.v3.ProcessingResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,58 +37,58 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PROCESSINGREQUEST_ATTRIBUTESENTRY']._serialized_options = b'8\001'
   _globals['_METADATA_FILTERMETADATAENTRY']._loaded_options = None
   _globals['_METADATA_FILTERMETADATAENTRY']._serialized_options = b'8\001'
-  _globals['_BODYSENDMODE']._serialized_start=4060
-  _globals['_BODYSENDMODE']._serialized_end=4170
-  _globals['_HEADERSENDMODE']._serialized_start=4172
-  _globals['_HEADERSENDMODE']._serialized_end=4221
-  _globals['_PROCESSINGREQUEST']._serialized_start=112
-  _globals['_PROCESSINGREQUEST']._serialized_end=863
-  _globals['_PROCESSINGREQUEST_ATTRIBUTESENTRY']._serialized_start=778
-  _globals['_PROCESSINGREQUEST_ATTRIBUTESENTRY']._serialized_end=852
-  _globals['_PROCESSINGRESPONSE']._serialized_start=866
-  _globals['_PROCESSINGRESPONSE']._serialized_end=1512
-  _globals['_PROTOCOLCONFIGURATION']._serialized_start=1515
-  _globals['_PROTOCOLCONFIGURATION']._serialized_end=1730
-  _globals['_PROCESSINGMODE']._serialized_start=1733
-  _globals['_PROCESSINGMODE']._serialized_end=2178
-  _globals['_HTTPHEADERS']._serialized_start=2180
-  _globals['_HTTPHEADERS']._serialized_end=2271
-  _globals['_HTTPBODY']._serialized_start=2273
-  _globals['_HTTPBODY']._serialized_end=2320
-  _globals['_HTTPTRAILERS']._serialized_start=2322
-  _globals['_HTTPTRAILERS']._serialized_end=2392
-  _globals['_HEADERSRESPONSE']._serialized_start=2394
-  _globals['_HEADERSRESPONSE']._serialized_end=2472
-  _globals['_BODYRESPONSE']._serialized_start=2474
-  _globals['_BODYRESPONSE']._serialized_end=2549
-  _globals['_TRAILERSRESPONSE']._serialized_start=2551
-  _globals['_TRAILERSRESPONSE']._serialized_end=2637
-  _globals['_COMMONRESPONSE']._serialized_start=2640
-  _globals['_COMMONRESPONSE']._serialized_end=2947
-  _globals['_COMMONRESPONSE_RESPONSESTATUS']._serialized_start=2891
-  _globals['_COMMONRESPONSE_RESPONSESTATUS']._serialized_end=2947
-  _globals['_IMMEDIATERESPONSE']._serialized_start=2950
-  _globals['_IMMEDIATERESPONSE']._serialized_end=3115
-  _globals['_HTTPSTATUS']._serialized_start=3117
-  _globals['_HTTPSTATUS']._serialized_end=3143
-  _globals['_HEADERMUTATION']._serialized_start=3145
-  _globals['_HEADERMUTATION']._serialized_end=3252
-  _globals['_BODYMUTATION']._serialized_start=3255
-  _globals['_BODYMUTATION']._serialized_end=3397
-  _globals['_STREAMEDBODYRESPONSE']._serialized_start=3399
-  _globals['_STREAMEDBODYRESPONSE']._serialized_end=3458
-  _globals['_HEADERMAP']._serialized_start=3460
-  _globals['_HEADERMAP']._serialized_end=3528
-  _globals['_HEADERVALUE']._serialized_start=3530
-  _globals['_HEADERVALUE']._serialized_end=3590
-  _globals['_HEADERVALUEOPTION']._serialized_start=3593
-  _globals['_HEADERVALUEOPTION']._serialized_end=3883
-  _globals['_HEADERVALUEOPTION_HEADERAPPENDACTION']._serialized_start=3758
-  _globals['_HEADERVALUEOPTION_HEADERAPPENDACTION']._serialized_end=3883
-  _globals['_METADATA']._serialized_start=3886
-  _globals['_METADATA']._serialized_end=4058
-  _globals['_METADATA_FILTERMETADATAENTRY']._serialized_start=3980
-  _globals['_METADATA_FILTERMETADATAENTRY']._serialized_end=4058
-  _globals['_EXTERNALPROCESSOR']._serialized_start=4223
-  _globals['_EXTERNALPROCESSOR']._serialized_end=4350
+  _globals['_BODYSENDMODE']._serialized_start=4153
+  _globals['_BODYSENDMODE']._serialized_end=4263
+  _globals['_HEADERSENDMODE']._serialized_start=4265
+  _globals['_HEADERSENDMODE']._serialized_end=4314
+  _globals['_PROCESSINGREQUEST']._serialized_start=144
+  _globals['_PROCESSINGREQUEST']._serialized_end=895
+  _globals['_PROCESSINGREQUEST_ATTRIBUTESENTRY']._serialized_start=810
+  _globals['_PROCESSINGREQUEST_ATTRIBUTESENTRY']._serialized_end=884
+  _globals['_PROCESSINGRESPONSE']._serialized_start=898
+  _globals['_PROCESSINGRESPONSE']._serialized_end=1605
+  _globals['_PROTOCOLCONFIGURATION']._serialized_start=1608
+  _globals['_PROTOCOLCONFIGURATION']._serialized_end=1823
+  _globals['_PROCESSINGMODE']._serialized_start=1826
+  _globals['_PROCESSINGMODE']._serialized_end=2271
+  _globals['_HTTPHEADERS']._serialized_start=2273
+  _globals['_HTTPHEADERS']._serialized_end=2364
+  _globals['_HTTPBODY']._serialized_start=2366
+  _globals['_HTTPBODY']._serialized_end=2413
+  _globals['_HTTPTRAILERS']._serialized_start=2415
+  _globals['_HTTPTRAILERS']._serialized_end=2485
+  _globals['_HEADERSRESPONSE']._serialized_start=2487
+  _globals['_HEADERSRESPONSE']._serialized_end=2565
+  _globals['_BODYRESPONSE']._serialized_start=2567
+  _globals['_BODYRESPONSE']._serialized_end=2642
+  _globals['_TRAILERSRESPONSE']._serialized_start=2644
+  _globals['_TRAILERSRESPONSE']._serialized_end=2730
+  _globals['_COMMONRESPONSE']._serialized_start=2733
+  _globals['_COMMONRESPONSE']._serialized_end=3040
+  _globals['_COMMONRESPONSE_RESPONSESTATUS']._serialized_start=2984
+  _globals['_COMMONRESPONSE_RESPONSESTATUS']._serialized_end=3040
+  _globals['_IMMEDIATERESPONSE']._serialized_start=3043
+  _globals['_IMMEDIATERESPONSE']._serialized_end=3208
+  _globals['_HTTPSTATUS']._serialized_start=3210
+  _globals['_HTTPSTATUS']._serialized_end=3236
+  _globals['_HEADERMUTATION']._serialized_start=3238
+  _globals['_HEADERMUTATION']._serialized_end=3345
+  _globals['_BODYMUTATION']._serialized_start=3348
+  _globals['_BODYMUTATION']._serialized_end=3490
+  _globals['_STREAMEDBODYRESPONSE']._serialized_start=3492
+  _globals['_STREAMEDBODYRESPONSE']._serialized_end=3551
+  _globals['_HEADERMAP']._serialized_start=3553
+  _globals['_HEADERMAP']._serialized_end=3621
+  _globals['_HEADERVALUE']._serialized_start=3623
+  _globals['_HEADERVALUE']._serialized_end=3683
+  _globals['_HEADERVALUEOPTION']._serialized_start=3686
+  _globals['_HEADERVALUEOPTION']._serialized_end=3976
+  _globals['_HEADERVALUEOPTION_HEADERAPPENDACTION']._serialized_start=3851
+  _globals['_HEADERVALUEOPTION_HEADERAPPENDACTION']._serialized_end=3976
+  _globals['_METADATA']._serialized_start=3979
+  _globals['_METADATA']._serialized_end=4151
+  _globals['_METADATA_FILTERMETADATAENTRY']._serialized_start=4073
+  _globals['_METADATA_FILTERMETADATAENTRY']._serialized_end=4151
+  _globals['_EXTERNALPROCESSOR']._serialized_start=4316
+  _globals['_EXTERNALPROCESSOR']._serialized_end=4443
 # @@protoc_insertion_point(module_scope)
