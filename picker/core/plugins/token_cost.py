@@ -65,5 +65,6 @@ class TokenCostScorer:
         costs = candidates.costs
         if costs is None:
             return None
-        rated: Floats = 100.0 * costs.item(costs.argmin()) / costs
+        rated: Floats = costs.item(costs.argmin()) / costs
+        rated *= 100.0
         return rated
