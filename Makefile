@@ -32,8 +32,8 @@ docs: setup ## Regenerate the reference tables in README.md and docs/
 	$(BIN)/python scripts/generate_docs.py
 
 .PHONY: manifests
-manifests: ## Put the files of manifests/base in a row, for kubectl apply -f manifests/
-	@for name in namespace access config picker network; do echo ---; cat manifests/base/$$name.yaml; done > manifests/install.yaml
+manifests: setup ## Write the manifests that are made of others: install.yaml, the plain Envoy's configuration
+	$(BIN)/python scripts/build_manifests.py
 
 .PHONY: lint
 lint: setup ## Lint, formatting and layers
