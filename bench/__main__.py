@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 
-from bench import decision, extproc, kv
+from bench import decision, extproc, kv, sessions
 from bench.report import Row, print_json, print_table
 
-_BENCHMARKS = {"decision": decision.run, "extproc": extproc.run, "kv": kv.run}
+_BENCHMARKS = {"decision": decision.run, "extproc": extproc.run, "kv": kv.run, "sessions": sessions.run}
 
 
 def main() -> int:

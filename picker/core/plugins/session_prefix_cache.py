@@ -11,7 +11,6 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from enum import StrEnum
-from math import inf
 from typing import Annotated, Final
 
 import msgspec
@@ -170,9 +169,10 @@ class SessionPrefixCacheProducer:
 
     def _info(self, request: Request, chains: Sequence[Chain], candidates: Candidates) -> MatchInfo:
         matched: Integers = np.zeros(len(candidates.table.endpoints), np.int64)
-        for chain in chains:
+        for number, chain in enumerate(chains):
             for size, mask in self.index.match(chain, candidates.mask):
-                matched[slots_of(mask)] += size
+                slots = slots_of(mask)
+                matched[slots] = matched[slots] + size if number else size
         total = sum(chain.size for chain in chains)
         length = max(total, request.body_bytes) if request.prompt.unused in _UNREADABLE else total
         ratio = request.bytes_per_token
@@ -198,26 +198,19 @@ class SessionMatch(Struct, frozen=True, gc=False):
 
     def picked(self, slot: int) -> SessionLearning:
         index = self.producer.index
-        known = [index.kept_of(slot, chain) for chain in self.chains]
         claims = [index.hold(slot, chain) for chain in self.chains]
         tokens = self.cache_tokens.item(slot)
         if tokens > 0:
             index.limit(slot, tokens * self.bytes_per_token * _MARGIN)
-        expected = sum(size for size, _ in known) / self.bytes_per_token
-        return SessionLearning(self, slot, claims, expected, min((used for _, used in known), default=-inf))
+        return SessionLearning(self, slot, claims)
 
 
 class SessionLearning(Struct, frozen=True, gc=False):
-    """What is assumed of the picked endpoint while the request is on its way.
-
-    `expected` are the tokens of the prompt that it had for certain when it was picked, used last at `used`.
-    """
+    """What is assumed of the picked endpoint while the request is on its way."""
 
     match: SessionMatch
     slot: int
     claims: Sequence[Claim]
-    expected: float
-    used: float
 
     def confirm(self, slot: int | None, usage: Usage | None = None) -> None:
         """Keep it, for the endpoint that served, and with the engine's reply if that is known."""
@@ -232,9 +225,13 @@ class SessionLearning(Struct, frozen=True, gc=False):
             chains = [chains[0].replied(usage.reply)]
         if slot == self.slot and not all(map(index.holds, self.claims)):
             return
-        for chain in chains:
-            index.keep(index.hold(slot, chain), now)
-        self.undo()
+        if slot == self.slot and chains is self.match.chains:
+            for claim in self.claims:
+                index.keep(claim, now)
+        else:
+            for chain in chains:
+                index.keep(index.hold(slot, chain), now)
+            self.undo()
         if len(chains) == 1:
             for key in self.match.ids:
                 self.match.producer.aliases.put(key, chains[0], _ALIAS_BYTES + 12 * len(chains[0].hashes))
@@ -248,9 +245,10 @@ class SessionLearning(Struct, frozen=True, gc=False):
         producer, cached = self.match.producer, usage.cached_tokens
         if cached:
             producer.reporting.add(self.slot)
-        telling = self.match.reads_cache and self.slot in producer.reporting and self.expected >= _SURE_TOKENS
-        if cached is not None and telling and cached < self.expected / 2:
-            producer.index.lost(self.slot, self.used)
+        expected = sum(claim.known for claim in self.claims) / self.match.bytes_per_token
+        telling = self.match.reads_cache and self.slot in producer.reporting and expected >= _SURE_TOKENS
+        if cached is not None and telling and cached < expected / 2:
+            producer.index.lost(self.slot, min(claim.known_used for claim in self.claims))
 
 
 class AdoptedPick(Struct, frozen=True, gc=False):

@@ -11,8 +11,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from operator import attrgetter
-from struct import Struct as Layout
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import msgspec
 from msgspec import Struct
@@ -23,8 +22,11 @@ from picker.core.sessions.frames import (
     CHUNK,
     PIECE,
     Blocks,
+    Chunks,
+    chunks,
     closed_text,
     encoded,
+    ended,
     item_blocks,
     message_blocks,
     open_text,
@@ -37,7 +39,7 @@ from picker.core.tokens.prompt import Api
 MAX_POSITIONS: Final = 16_384
 """Positions of one chain; what comes after them is only measured. Texts of 8 MiB have as many."""
 
-_PAGE = 8
+_PAGE = 32
 """Turns that are recognized together, at most; a power of two."""
 _ENTRY_BYTES = 300
 _POSITION_BYTES = 12
@@ -61,19 +63,14 @@ _ahead_of = attrgetter(*_AHEAD)
 _PLAIN_FORMAT = {"type": "text"}
 
 _pack = msgspec.msgpack.Encoder().encode
-_chunks_of_piece = Layout(f"{CHUNK}s" * (PIECE // CHUNK)).unpack
-_SIZES_OF_PIECE = array("I", [CHUNK] * (PIECE // CHUNK))
 
 
 class Positions(NamedTuple):
-    """Consecutive positions: a 64-bit hash each, and the bytes of content from the position before."""
+    """Consecutive positions: a 64-bit hash each, the bytes of content from the position before, and their sum."""
 
     hashes: array[int]
     sizes: array[int]
-
-    def append(self, position: int, size: int) -> None:
-        self.hashes.append(position)
-        self.sizes.append(size)
+    size: int
 
 
 Memory = ByteLru[tuple[int, int], Positions]
@@ -101,13 +98,13 @@ class Chain(Struct, frozen=True):
         writer = _Writer(self.state)
         if self.rest is not None:
             # A position at the end of a text is none of a longer text.
-            writer.positions = Positions(self.hashes[:-1], self.sizes[:-1])
+            writer.begin(self.hashes[:-1], self.sizes[:-1])
             return _text(writer, self.rest + reply)
         try:
             message = {"role": "assistant", "content": reply.decode()}
         except UnicodeDecodeError:
             return self
-        writer.positions = Positions(self.hashes[:], self.sizes[:])
+        writer.begin(self.hashes, self.sizes)
         writer.write(message_blocks(message))
         return writer.chain(writer.state, None, self.opening)
 
@@ -139,14 +136,14 @@ class ChainReader:
         system, turns, blocks_of = conversation
         writer = _Writer(head, self.memory)
         if head_size:
-            writer.positions.append(head, head_size)
+            writer.begin(array("Q", [head]), array("I", [head_size]))
         if system is not None:
             writer.write(message_blocks({"role": "system", "content": system}))
         opening = writer.state
         if stored is not None:
             writer.go_on_from(stored, opening)
         self._turns(writer, turns, blocks_of)
-        if not writer.positions.hashes:
+        if not writer.hashes:
             return []
         last = turns[-1] if turns else None
         # An engine goes on with an assistant's message at the end; what clients make of the two is their choice.
@@ -195,43 +192,50 @@ class ChainReader:
 class _Writer:
     """Turns blocks into positions."""
 
-    __slots__ = ("_memory", "positions", "state")
+    __slots__ = ("_memory", "hashes", "size", "sizes", "state")
 
     def __init__(self, state: int, memory: Memory | None = None) -> None:
         self.state = state
-        self.positions = Positions(array("Q"), array("I"))
+        self.hashes = array("Q")
+        self.sizes = array("I")
+        self.size = 0
         self._memory = memory
 
+    def begin(self, hashes: array[int], sizes: array[int]) -> None:
+        """Start with these positions."""
+        self.hashes, self.sizes, self.size = hashes[:], sizes[:], sum(sizes)
+
     def write(self, blocks: Blocks) -> None:
-        hashes, sizes = self.positions
+        if Chunks in map(type, blocks):
+            for block in blocks:
+                if isinstance(block, Chunks):
+                    self._pieces(block.data)
+                else:
+                    self._each((block,))
+        else:
+            self._each(cast("Sequence[bytes]", blocks))
+
+    def _each(self, blocks: Sequence[bytes]) -> None:
         state = self.state
-        for block in blocks:
-            if isinstance(block, bytes):
-                state = xxh3_64_intdigest(block, state)
-                hashes.append(state)
-                sizes.append(len(block))
-            else:
-                self.state = state
-                self._chunks(block.data)
-                state = self.state
+        lengths = [*map(len, blocks)]
+        self.hashes.extend([state := xxh3_64_intdigest(block, state) for block in blocks])
+        self.sizes.extend(lengths)
+        self.size += sum(lengths)
         self.state = state
 
-    def _chunks(self, data: bytes) -> None:
-        hashes, sizes = self.positions
+    def _pieces(self, data: bytes) -> None:
+        take = chunks(PIECE // CHUNK)
         for at in range(0, len(data), PIECE):
-            piece = data[at : at + PIECE]
-            key = (self.state, xxh3_128_intdigest(piece))
+            key = (self.state, xxh3_128_intdigest(data[at : at + PIECE]))
             if not self.recall(key):
-                start, state = len(hashes), self.state
-                hashes.extend([state := xxh3_64_intdigest(b"T" + chunk, state) for chunk in _chunks_of_piece(piece)])
-                sizes.extend(_SIZES_OF_PIECE)
-                self.state = state
+                start = len(self.hashes)
+                self._each(take(data, at))
                 self.remember(key, start)
 
-    def key(self, turns: Sequence[Any]) -> tuple[int, int] | None:
-        """What turns that follow this state are remembered by."""
+    def key(self, turns: Sequence[Any], kind: int) -> tuple[int, int] | None:
+        """What turns that follow this state, and become blocks in this way, are remembered by."""
         try:
-            return (self.state, xxh3_128_intdigest(_pack(turns)))
+            return (self.state, xxh3_128_intdigest(_pack(turns), kind))
         except OverflowError:  # whole numbers beyond 64 bits
             return None
 
@@ -240,30 +244,31 @@ class _Writer:
         known = self._memory.get(key) if self._memory is not None else None
         if known is None:
             return False
-        self.positions.hashes.extend(known.hashes)
-        self.positions.sizes.extend(known.sizes)
+        self.hashes.extend(known.hashes)
+        self.sizes.extend(known.sizes)
+        self.size += known.size
         self.state = known.hashes[-1]
         return True
 
     def remember(self, key: tuple[int, int], start: int) -> None:
         """Remember the positions from `start` on as what follows a state."""
         if self._memory is not None:
-            known = Positions(self.positions.hashes[start:], self.positions.sizes[start:])
+            sizes = self.sizes[start:]
+            known = Positions(self.hashes[start:], sizes, sum(sizes))
             self._memory.put(key, known, _ENTRY_BYTES + _POSITION_BYTES * len(known.hashes))
 
     def go_on_from(self, stored: Stored, opening: int) -> None:
         """Put stored turns before those to come; only what came before the first turn has to be the same."""
         chain = stored.chain
         if chain is not None and chain.state is not None and chain.rest is None and chain.opening == opening:
-            self.positions = Positions(chain.hashes[:], chain.sizes[:])
+            self.begin(chain.hashes, chain.sizes)
             self.state = chain.state
         else:
             self.state = xxh3_64_intdigest(b"S%d" % stored.key, opening)
 
     def chain(self, state: int | None, rest: bytes | None, opening: int) -> Chain:
         """What was written, as far as it may go."""
-        hashes, sizes = self.positions.hashes, self.positions.sizes
-        size = sum(sizes)
+        hashes, sizes, size = self.hashes, self.sizes, self.size
         if len(hashes) > MAX_POSITIONS:
             return Chain(hashes[:MAX_POSITIONS], sizes[:MAX_POSITIONS], size, opening=opening)
         return Chain(hashes, sizes, size, state, rest, opening)
@@ -271,11 +276,12 @@ class _Writer:
 
 def _page(writer: _Writer, turns: Sequence[Any], blocks_of: Callable[[Any], Blocks]) -> None:
     """Write a power of two of turns. Of what grew since it was read, the first half is known."""
-    key = writer.key(turns) if len(turns) > 1 else None
+    kind, half = int(blocks_of is item_blocks), len(turns) // 2
+    key = writer.key(turns, kind) if half else None
     if key is not None and writer.recall(key):
         return
-    start, half = len(writer.positions.hashes), len(turns) // 2
-    if half > 1 and (first := writer.key(turns[:half])) is not None and writer.recall(first):
+    start = len(writer.hashes)
+    if half > 1 and (first := writer.key(turns[:half], kind)) is not None and writer.recall(first):
         _page(writer, turns[half:], blocks_of)
     else:
         writer.write([block for turn in turns for block in blocks_of(turn)])
@@ -287,7 +293,7 @@ def _text(writer: _Writer, text: bytes) -> Chain:
     blocks, rest = open_text(text)
     writer.write(blocks)
     state = writer.state
-    writer.write([closed_text(rest)])
+    writer.write([ended(closed_text(rest))])
     return writer.chain(state, rest, 0)
 
 

@@ -1,7 +1,8 @@
 """From messages to blocks: what an engine would render of a conversation, framed so that no two contents look alike.
 
 A block ends where a message ends, and within a text after each `CHUNK` bytes of it. Blocks are made of items that tell
-their own length, so the blocks of two conversations are equal exactly as far as their contents are.
+their own length, and a block of just `CHUNK` bytes is a chunk of the text that the block before it begins or goes on
+with. So the blocks of two conversations are equal exactly as far as their contents are.
 
 What counts: role, name, reasoning, tool calls and their ids (some chat templates render those), then the content: text
 byte for byte, a lone text part like plain text, other parts with all their fields, media by their data. What does not:
@@ -11,8 +12,9 @@ ids and states of messages and items, cache markers, signatures, log probabiliti
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
+from struct import Struct as Layout
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -23,6 +25,8 @@ CHUNK: Final = 512
 
 PIECE: Final = 32 * CHUNK
 """Bytes of a text that are recognized together."""
+
+_CHUNKS_OF_PIECE = PIECE // CHUNK
 
 MEDIA_BYTES: Final = 4096
 """What an image or a sound weighs: some thousand tokens, however long its data are."""
@@ -72,12 +76,14 @@ Blocks = list[bytes | Chunks]
 def message_blocks(message: Any) -> Blocks:
     """Blocks of one message; the last one ends it. Whatever it is, there is at least one."""
     if not isinstance(message, dict):
-        return [b"V" + string(encoded(message)) + b"E"]
+        return [ended(b"V" + string(encoded(message)) + b"E")]
     role, content = message.get("role"), message.get("content")
     if len(message) == 2 and isinstance(role, str) and isinstance(content, str):
-        blocks, rest = open_text(content.encode(), b"M" + _role(role))
-        blocks.append(b"%bt%d:%bE" % (b"" if blocks else b"M" + _role(role), len(rest), rest))
-        return blocks
+        text = content.encode()
+        if len(text) < CHUNK:
+            return [ended(b"M%bt%d:%bE" % (_role(role), len(text), text))]
+        blocks, rest = open_text(text, CHUNK)
+        return [b"M%bT%b" % (_role(role), text[:CHUNK]), *blocks, ended(b"t%d:%bE" % (len(rest), rest))]
     pending = [b"M" + _role(role) if isinstance(role, str) else b"m" + string(encoded(role))]
     if len(message) > 2:
         pending += [
@@ -88,7 +94,7 @@ def message_blocks(message: Any) -> Blocks:
     blocks = []
     _content(content, pending, blocks)
     pending.append(b"E")
-    blocks.append(b"".join(pending))
+    blocks.append(ended(b"".join(pending)))
     return blocks
 
 
@@ -100,25 +106,35 @@ def item_blocks(item: Any) -> Blocks:
     if item.get("role") and kind in (None, "", "message"):
         return message_blocks(item)
     dropped = _NOT_OF_ITEM - {"id"} if kind == _REFERENCE else _NOT_OF_ITEM
-    return [b"I" + string(_object(item, dropped)) + b"E"]
+    return [ended(b"I" + string(_object(item, dropped)) + b"E")]
 
 
-def open_text(text: bytes, before: bytes = b"") -> tuple[Blocks, bytes]:
-    """Blocks of the whole chunks of a text that may go on, the first with what comes `before` it, and the rest."""
-    if len(text) < CHUNK:
-        return [], text
-    whole = len(text) - len(text) % CHUNK
-    long = whole - (whole - CHUNK) % PIECE if whole > PIECE else CHUNK
-    blocks: Blocks = [b"%bT%b" % (before, text[:CHUNK])]
-    if long > CHUNK:
-        blocks.append(Chunks(text[CHUNK:long]))
-    blocks += [b"T" + text[at : at + CHUNK] for at in range(long, whole, CHUNK)]
-    return blocks, text[whole:]
+def open_text(text: bytes, start: int = 0) -> tuple[Blocks, bytes]:
+    """Blocks of the whole chunks, from `start` on, of a text that may go on, and the rest of it."""
+    whole = (len(text) - start) // CHUNK
+    blocks: Blocks = []
+    if whole >= _CHUNKS_OF_PIECE:
+        pieces = start + whole // _CHUNKS_OF_PIECE * PIECE
+        blocks.append(Chunks(text[start:pieces]))
+        start, whole = pieces, whole % _CHUNKS_OF_PIECE
+    blocks += chunks(whole)(text, start)
+    return blocks, text[start + whole * CHUNK :]
+
+
+@lru_cache(maxsize=2 * (PIECE // CHUNK))
+def chunks(count: int) -> Callable[[bytes, int], tuple[bytes, ...]]:
+    """What takes so many chunks out of a text, from a place on."""
+    return Layout(f"{CHUNK}s" * count).unpack_from
+
+
+def ended(block: bytes) -> bytes:
+    """A block that is no chunk, whatever its length."""
+    return block if len(block) != CHUNK else block + b"."
 
 
 def closed_text(rest: bytes) -> bytes:
     """The item that ends a text."""
-    return b"t" + string(rest)
+    return b"t%d:%b" % (len(rest), rest)
 
 
 def without_markers(tools: Any) -> Any:
@@ -149,9 +165,10 @@ def _content(content: Any, pending: list[bytes], blocks: Blocks, depth: int = 0)
 def _text(text: str, pending: list[bytes], blocks: Blocks) -> None:
     data = text.encode()
     if len(data) >= CHUNK:
-        chunks, data = open_text(data, b"".join(pending))
+        blocks.append(b"%bT%b" % (b"".join(pending), data[:CHUNK]))
         pending.clear()
-        blocks += chunks
+        more, data = open_text(data, CHUNK)
+        blocks += more
     pending.append(closed_text(data))
 
 

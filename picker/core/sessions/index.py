@@ -77,14 +77,20 @@ class _Node:
 
 
 class Claim:
-    """That a slot holds a chain. Belongs to the index that made it."""
+    """That a slot holds a chain. Belongs to the index that made it.
 
-    __slots__ = ("slot", "tip", "used")
+    `known` are the bytes of the chain's beginning that the slot was known to hold before, by claims that were kept, and
+    `known_used` is when the last of them was.
+    """
+
+    __slots__ = ("known", "known_used", "slot", "tip", "used")
 
     def __init__(self, slot: _Slot, tip: _Node) -> None:
         self.slot = slot
         self.tip = tip
         self.used = -inf
+        self.known = 0
+        self.known_used = -inf
 
 
 class _Slot:
@@ -156,17 +162,6 @@ class SessionIndex:
         groups.reverse()
         return groups
 
-    def kept_of(self, slot: int, chain: Chain) -> tuple[int, float]:
-        """The bytes of the chain's beginning that a slot is known to hold, and when they were used last."""
-        size, used = 0, -inf
-        for node, common in self._walk(chain.hashes):
-            cover = node.covers.get(slot)
-            if cover is None or not cover.kept:
-                break
-            size += node.size if common == len(node.hashes) else sum(node.sizes[:common])
-            used = cover.used
-        return size, used
-
     def hold(self, slot: int, chain: Chain) -> Claim:
         """Claim a chain for a slot until the claim is kept or released."""
         owner = self._slots.get(slot)
@@ -176,7 +171,12 @@ class SessionIndex:
         owner.held.add(claim)
         claim.tip.tips += 1
         for node in _upwards(claim.tip):
-            self._cover(node, owner).held += 1
+            cover = self._cover(node, owner)
+            cover.held += 1
+            if cover.kept:
+                claim.known += node.size
+                if claim.known_used == -inf:
+                    claim.known_used = cover.used
         return claim
 
     def holds(self, claim: Claim) -> bool:

@@ -69,7 +69,7 @@ texts = st.one_of(
     st.text(max_size=20),
     st.builds(
         lambda unit, times, more: unit * times + more,
-        st.text(min_size=1, max_size=3),
+        st.text(min_size=1, max_size=3) | st.sampled_from(["E", "t0:EM4:user", "T", "t9:"]),
         st.integers(1, 700),
         st.text(max_size=4),
     ),
@@ -131,6 +131,13 @@ def test_what_was_read_before_changes_nothing(pairs):
     for conversation in [conversation for pair in pairs for conversation in (*pair, pair[0])]:
         (remembered,) = read(CHAT, reader, messages=conversation)
         assert remembered == chat(*conversation)
+
+
+def test_the_same_turns_of_two_apis_are_not_taken_for_each_other():
+    turns, reader = [{"type": "function_call", "name": "f", "content": "x"}, user("y")] * 4, ChainReader()
+    for path in (CHAT, RESPONSES, CHAT):
+        assert read(path, reader, messages=turns, input=turns) == read(path, messages=turns, input=turns)
+    assert common(read(CHAT, messages=turns)[0], read(RESPONSES, input=turns)[0]) == 0
 
 
 def test_a_fork_at_every_byte_of_a_text():
@@ -336,7 +343,7 @@ def test_completions_of_texts_batches_and_tokens():
     assert read(COMPLETIONS, prompt=["a" * 1200, "b"])[0] == text
     tokens = [ord("a") * 0x1010101] * 300
     (ids,) = read(COMPLETIONS, prompt=tokens)
-    assert (common(ids, text), ids.size) == (0, 1200 + 7)  # four bytes a token, and frames
+    assert (common(ids, text), ids.size) == (0, 1200 + 5)  # four bytes a token, and the frame
     assert common(read(COMPLETIONS, prompt="x")[0], chat(user("x"))) == 0
     (longer,) = read(COMPLETIONS, prompt=[*tokens, 1, 2, 3])
     assert common(ids, longer) == 2

@@ -163,10 +163,11 @@ class Machine(RuleBasedStateMachine):
     def known(self, slot, letters):
         mine = [(one, used) for held_by, one, used in self.kept if held_by == slot]
         best = longest(letters, [one for one, _ in mine])
-        held, used = self.index.kept_of(slot, self.content.chain(letters))
-        assert held == size(best)
+        claim = self.index.hold(slot, self.content.chain(letters))
+        assert claim.known == size(best)
         if best:
-            assert used >= max(when for one, when in mine if one.startswith(best))
+            assert claim.known_used >= max(when for one, when in mine if one.startswith(best))
+        self.index.release(claim)
 
     @invariant()
     def counts_are_right(self):
