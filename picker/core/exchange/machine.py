@@ -88,7 +88,6 @@ class Exchange:
         "_owed",
         "_pending",
         "_response",
-        "_row",
         "_size",
         "_subset",
         "_trailers_seen",
@@ -108,7 +107,7 @@ class Exchange:
         self._assumed_request_body = assumed_request_body
         self._mode_grace_seconds = mode_grace_seconds
         self._wants_response_body = wants_response_body
-        self._enter(State.START)
+        self.state = State.START
         self._headers = _NO_HEADERS
         self._control: tuple[str, ...] = ()
         self._subset: tuple[str, ...] | None = None
@@ -126,7 +125,7 @@ class Exchange:
 
     def receive(self, event: Event) -> Effects:
         """Take in one event."""
-        action = self._row.get(type(event))
+        action = _ROWS[self.state].get(type(event))
         return action(self, event) if action is not None else _NOTHING
 
     @property
@@ -156,14 +155,10 @@ class Exchange:
             return self._answer_owed(outcome)
         return self._flush(outcome)
 
-    def _enter(self, state: State) -> None:
-        self.state = state
-        self._row = _ROWS[state]
-
     def _fall_silent(self) -> None:
         self._owed = []
         self._chunks = []
-        self._enter(State.SILENT)
+        self.state = State.SILENT
 
     # Request headers
 
@@ -182,15 +177,15 @@ class Exchange:
             self._body_over = event.end_of_stream
             return reports + self._decide(BodyState.NONE, self._headers_answer())
         if mode is _DUPLEX:
-            self._enter(State.COLLECTING)
+            self.state = State.COLLECTING
             return reports
         if mode is BodyMode.STREAMED:
             return reports + _STREAMED + self._decide(BodyState.STREAMED, self._headers_answer())
         if mode is None:
             self._owed = list(self._headers_answer())
-            self._enter(State.PROBING)
+            self.state = State.PROBING
             return (*reports, _MODE_UNKNOWN, Arm(self._mode_grace_seconds))
-        self._enter(State.BUFFERING)
+        self.state = State.BUFFERING
         return reports + self._headers_answer()
 
     def _agree(self, protocol: ProtocolConfig | None) -> BodyMode | None:
@@ -228,34 +223,34 @@ class Exchange:
     def _duplex_by_evidence(self, event: RequestBody | RequestTrailers) -> Effects:
         self._mode = self._response.mode = _DUPLEX
         self._owed = []
-        self._enter(State.COLLECTING)
+        self.state = State.COLLECTING
         return self.receive(event)
 
     def _buffered_by_silence(self, _event: TimerFired | None = None) -> Effects:
         self._mode = BodyMode.BUFFERED
         self._mode_guessed = True
         answers, self._owed = self._owed, []
-        self._enter(State.BUFFERING)
+        self.state = State.BUFFERING
         return tuple(answers)
 
     def _body_without_headers(self, event: RequestBody) -> Effects:
         mode = self._agree(event.protocol)
         if mode is _DUPLEX:
             # A body piece cannot carry a destination, so there is nothing to decide.
-            self._enter(State.ECHOING)
+            self.state = State.ECHOING
         elif mode is BodyMode.NONE or mode is BodyMode.STREAMED:
-            self._enter(State.PASSING)
+            self.state = State.PASSING
         elif mode is None:
             self._buffered_by_silence()
         else:
-            self._enter(State.BUFFERING)
+            self.state = State.BUFFERING
         return _UNEXPECTED + self.receive(event)
 
     # The decision
 
     def _decide(self, body_state: BodyState, owed: Effects, body: bytes = b"") -> Effects:
         self._owed = list(owed)
-        self._enter(State.DECIDING)
+        self.state = State.DECIDING
         return self._ask(body_state, body)
 
     def _ask(self, body_state: BodyState, body: bytes) -> Effects:
@@ -267,7 +262,7 @@ class Exchange:
 
     def _answer_owed(self, routed: Routed) -> Effects:
         (first, *rest), self._owed = self._owed, []
-        self._enter(State.SETTLED if self._mode is _DUPLEX else State.PASSING)
+        self.state = State.SETTLED if self._mode is _DUPLEX else State.PASSING
         if type(first) is HeadersReply:
             return (self._headers_with(routed), *rest)
         if type(first) is BodyReply:
@@ -300,7 +295,7 @@ class Exchange:
         self._chunks = []
         # After PROBING the mode is still unknown: any answer to a body might be of the wrong shape.
         silent = self._mode is _DUPLEX or self.state is State.PROBING
-        self._enter(State.MOOT if silent else State.PASSING)
+        self.state = State.MOOT if silent else State.PASSING
         return (*answers, *self.receive(event))
 
     # Request body and trailers outside full duplex
@@ -335,7 +330,7 @@ class Exchange:
         self._body_over = True
         if self.state is State.START:
             self._agree(event.protocol)
-            self._enter(State.PASSING)
+            self.state = State.PASSING
         return _UNEXPECTED + _ANSWER_TRAILERS
 
     # Request body and trailers in full duplex
@@ -355,7 +350,7 @@ class Exchange:
     def _decide_collected(self, body_state: BodyState) -> Effects:
         if len(self._chunks) > 1:
             self._chunks = [b"".join(self._chunks)]
-        self._enter(State.DECIDING_DUPLEX)
+        self.state = State.DECIDING_DUPLEX
         return self._ask(body_state, self._chunks[0] if self._chunks else b"")
 
     def _keep(self, event: RequestBody) -> Effects:
@@ -387,18 +382,18 @@ class Exchange:
             effects += pieces(Side.REQUEST, chunk, end_of_stream=over and index == last)
         if self._trailers_seen:
             effects.append(_TRAILERS)
-        self._enter(State.SETTLED if self._body_over or self._trailers_seen else State.ECHOING)
+        self.state = State.SETTLED if self._body_over or self._trailers_seen else State.ECHOING
         return tuple(effects)
 
     def _echo(self, event: RequestBody) -> Effects:
         if event.end_of_stream:
             self._body_over = True
-            self._enter(State.SETTLED)
+            self.state = State.SETTLED
         return pieces(Side.REQUEST, event.data, end_of_stream=event.end_of_stream)
 
     def _echoed_by_trailers(self, _event: RequestTrailers) -> Effects:
         self._body_over = True
-        self._enter(State.SETTLED)
+        self.state = State.SETTLED
         return _ANSWER_TRAILERS
 
     def _settled_body(self, _event: RequestBody) -> Effects:

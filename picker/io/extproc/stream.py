@@ -107,7 +107,8 @@ class ExtProcStream:
         effects = self._exchange.receive(event)  # type: ignore[arg-type]
         if self._names is not None:
             effects = self._names.apply(effects, event, self._exchange.response_mode)
-        self._run(effects)
+        if effects:
+            self._run(effects)
 
     def half_closed(self) -> None:
         self._prepare_no_more()

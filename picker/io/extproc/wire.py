@@ -26,6 +26,7 @@ _HEADERS_END: Final = b"\x18\x01"
 _REPLY_BODY: Final = {Side.REQUEST: 0x1A, Side.RESPONSE: 0x22}
 _ONE_BYTE: Final = 0x7F
 """The largest number that takes one byte."""
+_MORE: Final = 0x80
 _LENGTH_BITS: Final = 35
 _STATUS_DIGITS: Final = 3
 _AROUND_BODY: Final = (0x1A, 0x1A, 0x0A)
@@ -37,7 +38,11 @@ def read(data: bytes) -> Event | Observed | None:
     try:
         tag, size, start = data[0], data[1], 2
         if size > _ONE_BYTE:
-            size, start = _long(data, 1)
+            high, start = data[2], 3
+            if high > _ONE_BYTE:
+                size, start = _long(data, 1)
+            else:
+                size += (high << 7) - _MORE
         end = start + size
         if end > len(data) or (context := context_of(data[end:])) is None:
             return None
@@ -45,7 +50,11 @@ def read(data: bytes) -> Event | Observed | None:
         if size and data[start] == _CONTENT:
             size, at = data[start + 1], start + 2
             if size > _ONE_BYTE:
-                size, at = _long(data, start + 1)
+                high, at = data[start + 2], start + 3
+                if high > _ONE_BYTE:
+                    size, at = _long(data, start + 1)
+                else:
+                    size += (high << 7) - _MORE
             until = at + size
     except IndexError:
         return None
