@@ -24,8 +24,12 @@ from picker.core.plugins.lora_affinity import LoraAffinityFilter
 from picker.core.plugins.no_hit_lru import NoHitLruArgs, NoHitLruScorer
 from picker.core.plugins.prefix_cache import PrefixCacheArgs, PrefixCacheProducer, PrefixScorer
 from picker.core.plugins.prefix_cache_affinity import PrefixCacheAffinityArgs, PrefixCacheAffinityFilter
+from picker.core.plugins.prefix_cache_scorer import NAME as PREFIX_CACHE_SCORER
+from picker.core.plugins.prefix_cache_scorer import PrefixCacheScorer, PrefixCacheScorerArgs
 from picker.core.plugins.queue import QueueScorer
 from picker.core.plugins.random_score import RandomScorer
+from picker.core.plugins.session_prefix_cache import NAME as SESSION_PREFIX_CACHE
+from picker.core.plugins.session_prefix_cache import SessionPrefixCacheArgs, SessionPrefixCacheProducer
 from picker.core.plugins.token_cost import NAME as TOKEN_COST
 from picker.core.plugins.token_cost import TokenCostArgs, TokenCostScorer
 from picker.core.plugins.token_load import TokenLoadArgs, TokenLoadScorer
@@ -72,10 +76,12 @@ PLUGINS: Mapping[str, Plugin] = {
         scorer=lambda _: PrefixScorer("kvcache-aware", "kvcache-aware"),
         producer=KvCacheProducer,
     ),
+    SESSION_PREFIX_CACHE: Plugin(SessionPrefixCacheArgs, producer=SessionPrefixCacheProducer),
+    PREFIX_CACHE_SCORER: Plugin(PrefixCacheScorerArgs, scorer=PrefixCacheScorer),
 }
 
 
-_BEST_FIRST = ("kvcache-aware", "prefix-cache")
+_BEST_FIRST = ("kvcache-aware", SESSION_PREFIX_CACHE, "prefix-cache")
 """Producers, from the one that knows most to the one that knows least."""
 
 
