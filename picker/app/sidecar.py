@@ -89,7 +89,7 @@ class Sidecar:
         apps: Mapping[str, web.Application] | None = None,
     ) -> None:
         self.port = 0
-        self.ownership = Ownership(settings.model)
+        self.ownership = Ownership(settings.model, protocol=settings.hash_protocol, seed=settings.hash_seed)
         self.redis: RedisWriter | None = None
         self.streams: StreamServer | None = None
         self._settings = settings
@@ -161,6 +161,7 @@ class Sidecar:
             "pod": settings.pod,
             "model": settings.model,
             "mode": settings.mode,
+            "hash_protocol": settings.hash_protocol,
             "ranks": self.subscriber.stats(),
             "blocks": self.ownership.blocks,
             "unowned": self.ownership.counts,

@@ -11,6 +11,7 @@ from typing import Self
 from aiohttp import web
 
 from picker.app.sidecar_settings import SidecarSettings
+from picker.core.block_hashes.prompts import PromptHashes
 from picker.core.block_index.index import BlockIndex
 from picker.core.plugins.kvcache_args import KvCacheArgs, Way
 from picker.core.tokens.prompt import ModelNames
@@ -41,7 +42,8 @@ class SidecarPredictions:
         self._settings = settings
         self._chain: TokenizerChain | None = None
         self._stack = AsyncExitStack()
-        holder = EngineHolder(self.index, settings.pod, self._is_complete)
+        names = PromptHashes(settings.hash_protocol, settings.hash_seed)
+        holder = EngineHolder(self.index, settings.pod, self._is_complete, prompt_hashes=names)
         self.apps: Mapping[str, web.Application] = {
             "/v1/cache": prediction_app(Oracle(lambda: self._chain, lambda: holder), self.gate)
         }

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from picker.core.block_hashes.registry import HashName
+from picker.core.strict import suggest
 from picker.io.kv_events.source import KvEventSource
 from picker.io.kv_index.redis_connection import RedisSettings
 
@@ -45,6 +47,9 @@ class SidecarSettings(Struct, frozen=True):
     redis: RedisSettings
     request_timeout: float
     media: bool
+    hash_protocol: HashName
+    """What blocks are called; routers have to know it, too."""
+    hash_seed: str
     token: str
     certificate: tuple[Path, Path] | None
     """Files with the certificate chain and its key."""
@@ -96,10 +101,20 @@ def read_settings(options: argparse.Namespace, environment: Mapping[str, str]) -
         ),
         request_timeout=_seconds(environment, "REQUEST_TIMEOUT", 30.0),
         media=_flag(environment, "KV_EVENT_MEDIUM"),
+        hash_protocol=_hash_protocol(environment),
+        hash_seed=environment.get("KV_EVENT_HASH_SEED", ""),
         token=_token(environment),
         certificate=_certificate(environment),
         warnings=tuple(warnings),
     )
+
+
+def _hash_protocol(environment: Mapping[str, str]) -> HashName:
+    name = environment.get("KV_EVENT_HASH_PROTOCOL", "").strip().lower() or HashName.KTHENA
+    try:
+        return HashName(name)
+    except ValueError:
+        raise SettingsError(f"KV_EVENT_HASH_PROTOCOL is {name!r}; {suggest(name, HashName)}") from None
 
 
 def _source(prefix: str, environment: Mapping[str, str]) -> KvEventSource:

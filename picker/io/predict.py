@@ -72,7 +72,7 @@ def prediction_app(oracle: Oracle, gate: Gate) -> web.Application:
         if refused is not None:
             return refused
         try:
-            answer = await oracle.predict(await request.read())
+            answer = await oracle.predict(await request.read(), request.query.get("hashes", ""))
         except PredictionError as error:
             gate.counts["failed"] += 1
             return _error(error.status, str(error))

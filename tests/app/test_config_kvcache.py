@@ -73,6 +73,8 @@ def test_whole_numbers_of_zero_or_less_mean_the_default():
     [
         ("{blockSize: 32}", "blockSize: 32: unknown argument"),
         ("{indexMode: both}", 'indexMode: "both": is none of redis, memory, direct'),
+        ("{hashProtocol: llmd-xxh64}", 'hashProtocol: "llmd-xxh64": is none of kthena, llm-d-cbor-fnv'),
+        ("{hashSed: x}", 'hashSed: "x": unknown argument of "kvcache-aware"; did you mean "hashSeed"?'),
         ("{redis: {address: redis}}", 'redis.address: "redis": is not where a server is'),
         ("{redis: {password: x}}", 'redis.password: "x": unknown key'),
         ("{tokenizers: [local]}", "modelDirectory: is missing"),

@@ -9,11 +9,13 @@ import os
 import random
 import signal
 import ssl
+import struct
 import sys
 from contextlib import asynccontextmanager
 
 import aiohttp
 import pytest
+import xxhash
 from aiohttp import web
 from structlog.testing import capture_logs
 
@@ -129,6 +131,31 @@ async def test_through_streams_every_prediction_is_what_the_engine_reports(engin
             reported += cached
         assert reported > 100
         assert sidecar.ownership.counts["evicted"] == 0
+
+
+async def test_redis_can_be_filled_with_keys_of_others(engine, redis_server, until):
+    environment = {
+        "REDIS_HOST": "127.0.0.1",
+        "REDIS_PORT": str(redis_server.port),
+        "KV_EVENT_HASH_PROTOCOL": "llm-d-xxh64",
+        "KV_EVENT_HASH_SEED": "seed",
+    }
+    tokens = list(range(100, 130))
+    key = xxhash.xxh64(
+        struct.pack("<QQ", xxhash.xxh64_intdigest(b"seed"), len(b"sim")) + b"sim"
+    ).intdigest()  # llm-d's root of a model, and from there on block by block
+    expected = []
+    for start in range(0, 28, BLOCK):
+        key = xxhash.xxh64_intdigest(struct.pack(f"<Q{BLOCK}I", key, *tokens[start : start + BLOCK]))
+        expected.append(f"matrix:kv:block:sim@{key}")
+    async with (
+        running(engine, environment) as sidecar,
+        aiohttp.ClientSession() as session,
+        redis_server.client() as client,
+    ):
+        await complete(session, engine, tokens)
+        await until(lambda: sidecar.ownership.held >= 7 and sidecar.redis.in_step)
+        assert set(expected) <= set(await client.keys("matrix:kv:block:*"))
 
 
 async def test_through_redis_a_prompt_is_found_where_it_is(engine, redis_server, background, until):
@@ -440,6 +467,7 @@ def test_settings_are_kthenas():
         ({"REQUEST_TIMEOUT": "soon"}, (), "REQUEST_TIMEOUT is 'soon'"),
         ({"REQUEST_TIMEOUT": "nan"}, (), "REQUEST_TIMEOUT"),
         ({"KV_EVENT_MEDIUM": "perhaps"}, (), "KV_EVENT_MEDIUM"),
+        ({"KV_EVENT_HASH_PROTOCOL": "llm-d-xxh"}, (), 'KV_EVENT_HASH_PROTOCOL is .*did you mean "llm-d-xxh64"'),
         ({"TLS_CERT_FILE": "x"}, (), "TLS_KEY_FILE"),
         ({"KV_EVENT_TOKEN_FILE": "/does/not/exist"}, (), "KV_EVENT_TOKEN_FILE"),
         ({"VLLM_ZMQ_ENDPOINT": "tcp://*:5557"}, (), "VLLM_ZMQ_ENDPOINT"),

@@ -272,3 +272,19 @@ async def test_without_the_token_that_the_configuration_names_the_picker_does_no
     _, error = await asyncio.wait_for(process.communicate(), 20)
     assert process.returncode == 2
     assert b"PICKER_TOKEN_THAT_IS_NOT_SET" in error
+
+
+async def test_chained_hashes_in_redis_keep_salts_apart(start_fleet):
+    fleet = await start_fleet("redis", hashProtocol="llm-d-xxh64")
+    text = prompt(7, 160)
+    name, _ = await fleet.send(body(text, cache_salt="one"))
+    await fleet.until_predicted(body(text, cache_salt="one"), name, 144)
+    assert await fleet.send(body(text, cache_salt="one")) == (name, 144)
+    assert set((await fleet.predicted(body(text, cache_salt="two"))).values()) == {0}
+    assert set((await fleet.predicted(body(text))).values()) == {0}
+    url = f"{fleet.predict}/v1/cache/predict"
+    async with fleet.session.post(f"{url}?hashes=llm-d-xxh64", data=body(text, cache_salt="one")) as answer:
+        ((*named, last),) = (await answer.json())["block_hashes"]
+    asked = json.dumps({"model": "sim", "block_hashes": [*named, last]}).encode()
+    assert (await fleet.predicted(asked))[name] == 160
+    assert (await fleet.predicted(asked.replace(named[1].encode(), b"1")))[name] == 16

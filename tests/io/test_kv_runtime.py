@@ -321,7 +321,10 @@ def test_ranks_that_are_endpoints_of_their_own_publish_at_the_ports_after():
     source = event_source(Endpoint("a", "10.0.0.1:8003", rank=3), args)
     assert (source.endpoint, source.replay_endpoint) == ("tcp://10.0.0.1:5560", "tcp://10.0.0.1:6003")
     named = Endpoint("a", "10.0.0.1:8003", kv_events=KvEvents("tcp://h:7", "tcp://h:18"), rank=3)
-    assert (event_source(named, args).endpoint, event_source(named, args).replay_endpoint) == ("tcp://h:10", "tcp://h:21")
+    assert (event_source(named, args).endpoint, event_source(named, args).replay_endpoint) == (
+        "tcp://h:10",
+        "tcp://h:21",
+    )
 
 
 def test_where_events_are_over_ipv6():
@@ -389,6 +392,8 @@ async def test_a_sidecar_of_kthena_is_understood(background, until):
     await becomes(64)
     tokens = TokenPrompt(array("I", range(97)), "sim")
     assert await runtime.held([tokens]) == [("a", 64, 4, True)]
+    assert await runtime.held_named("sim", blocks[:3]) == [("a", 48, 3, True)]
+    assert await runtime.held_named("other", blocks) == [("a", 0, 0, True)]
     lines.put_nowait({"type": "stored", "block_hashes": blocks[4:], "timestamp": now})
     await becomes(96)
     lines.put_nowait({"type": "removed", "block_hashes": blocks[2:3]})

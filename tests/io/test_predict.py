@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from picker.core.block_index.index import BlockIndex
-from picker.core.kv_events.events import BlockStored, EventBatch
+from picker.core.kv_events.events import BlockRemoved, BlockStored, EventBatch
 from picker.core.tokens.prompt import ModelNames
 from picker.io.kvcache.oracle import EngineHolder, Held, Oracle
 from picker.io.predict import Gate, PredictSettings, create_predict_app
@@ -116,10 +116,49 @@ async def test_an_engine_by_its_events(serve):
     assert await cached(model="m", prompt=[[*ids, 1], ids]) == 112
 
 
+async def test_hashes_of_blocks_are_given_and_taken(serve):
+    """Those of Kthena's documentation; and whatever the engine calls its blocks."""
+    index = BlockIndex()
+    index.open(0, "", 1.0)
+    url, gate = await serve(EngineHolder(index, "pod.ns", lambda: True, block_size=4))
+
+    async def with_hashes(protocol, **body):
+        async with aiohttp.request("POST", f"{url}/v1/cache/predict?hashes={protocol}", json=body) as answer:
+            return answer.status, await answer.json()
+
+    status, answer = await with_hashes("kthena", token_ids=[1, 2, 3, 4, 5, 6, 7, 8])
+    assert (status, answer["block_hashes"]) == (200, [["4233425515844289900", "929962052233473060"]])
+    status, answer = await with_hashes("kthen", token_ids=[1])
+    assert (status, answer["error"]["message"]) == (400, "hashes='kthen': did you mean \"kthena\"?")
+
+    names = (2**64 - 1, 7, 8)
+    index.apply(0, "", EventBatch(0.0, (BlockStored(names, None, tuple(range(12)), 4),)), 2.0)
+    asked = {"model": "m", "block_hashes": [str(2**64 - 1), 7, 9, 8]}
+    status, answer = await ask(url, asked)
+    assert status == 200
+    assert (answer["predicted_cached_tokens"], answer["blocks_cached"], answer["blocks_total"]) == (8, 2, 4)
+    index.apply(0, "", EventBatch(0.0, (BlockRemoved((2**64 - 1,)),)), 2.0)
+    assert (await ask(url, asked))[1]["predicted_cached_tokens"] == 0
+    windows = BlockStored(names, None, tuple(range(12)), 4, group_idx=1, kv_cache_spec_sliding_window=8)
+    index.apply(0, "", EventBatch(0.0, (BlockStored(names, None, tuple(range(12)), 4), windows)), 2.0)
+    assert (await ask(url, asked))[1]["predicted_cached_tokens"] == 0  # hashes do not say what windows need
+    assert gate.counts["ok"] == 4
+
+
+@pytest.mark.parametrize("hashes", [[], [-1], [2**64], ["x"], ["1" * 30], ["-1"], ["\u0663"]])
+async def test_hashes_that_are_none(serve, hashes):
+    url, _ = await serve(EngineHolder(BlockIndex(), "pod.ns", lambda: True))
+    status, answer = await ask(url, {"model": "m", "block_hashes": hashes})
+    assert status == 400
+    assert answer["error"]["message"].startswith("block_hashes: ")
+
+
 @pytest.mark.parametrize(
     "body",
     [
         b"",
+        {"block_hashes": 5},
+        {"block_hashes": [1.5]},
         b"[]",
         b"{",
         {"model": "m"},

@@ -124,7 +124,7 @@ async def fleets(
             sidecars: list[SidecarProcess] = []
             redis = None
             if mode != "direct":
-                environment = {"KV_EVENT_SYNC_MODE": mode}
+                environment = {"KV_EVENT_SYNC_MODE": mode, "KV_EVENT_HASH_PROTOCOL": args.get("hashProtocol", "")}
                 if mode == "redis":
                     redis = make_redis()
                     args["redis"] = {"address": f"127.0.0.1:{redis.port}"}

@@ -153,6 +153,17 @@ class EngineCache:
         if missing:
             self._dropped["removed unknown block"] += missing
 
+    def leading(self, names: Sequence[int]) -> int:
+        """Return how many tokens of blocks with these names are there, from the first on.
+
+        0 where other groups of blocks decide, too, how much of a prompt is cached.
+        """
+        found = self._pools.get((0, GPU))
+        shape = self.shapes.get((0, GPU))
+        if found is None or shape is None or shape.tail is not None or any(group for group, _ in self.shapes):
+            return 0
+        return found[0].leading(names, found[1]) * shape.block_size
+
     def evict(self) -> None:
         """Forget the block that was stored first, of those of the block size that has most."""
         max(self.tables.values(), key=lambda table: table.live).evict()

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import chain, groupby
 from operator import attrgetter
-from typing import NamedTuple
 
 from picker.core.block_index.cache import EngineCache, Limits, Planes
 from picker.core.block_index.chains import KeyChains
@@ -19,6 +18,7 @@ from picker.core.block_index.keys import Media
 from picker.core.block_index.lanes import Lanes
 from picker.core.block_index.layout import GPU, Layout, layout_of
 from picker.core.block_index.lookup import Lookup
+from picker.core.block_index.prediction import Prediction, least
 from picker.core.block_index.prompt import Prompt
 from picker.core.block_index.source import Source, SourceStats
 from picker.core.kv_events.events import BlockRemoved, BlockStored, EventBatch, KvEvent
@@ -30,13 +30,6 @@ DAY = 86_400.0
 MOST_RANKS = 1024
 _SWEPT_PER_BATCH = 256
 _HASHES = attrgetter("block_hashes")
-
-
-class Prediction(NamedTuple):
-    """What an engine will report as cached, in tokens; `complete` is False where it may hold more than we know."""
-
-    cached_tokens: int
-    complete: bool
 
 
 class BlockIndex:
@@ -170,13 +163,12 @@ class BlockIndex:
                 bit = rest & -rest
                 wanted[bit] = tokens
                 rest ^= bit
-        return {
-            slot: Prediction(
-                min(wanted[source.cache.bit] for source in ranks),
-                all(source.incomplete_since is None for source in ranks),
-            )
-            for slot, ranks in sources.items()
-        }
+        return least(sources, wanted)
+
+    def predict_named(self, names: Sequence[int]) -> dict[int, Prediction]:
+        """Predict for a prompt whose blocks have these hashes, by those that the engines themselves give them."""
+        sources = {slot: list(ranks.values()) for slot, ranks in self._sources.items()}
+        return least(sources, {one.cache.bit: one.cache.leading(names) for ranks in sources.values() for one in ranks})
 
     def hold(self, slot: int, prompt: Prompt) -> Hold:
         """Make the blocks of a prompt that the slot lacks visible for `match` until the hold is released.

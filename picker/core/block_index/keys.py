@@ -55,27 +55,35 @@ def block_keys(
     return [parent := xxh3_64_intdigest(part, parent) & KEY_MASK for part in parts]
 
 
-def event_suffixes(
+def event_identifiers(
     extra_keys: Sequence[Any] | None, adapter: str | None, first_block: bool, cache_salt: str | None
-) -> dict[int, bytes]:
-    """Return, by block of a store, what tells it apart besides tokens.
+) -> dict[int, list[Any]]:
+    """Return, by block of a store, what tells it apart besides tokens and adapter.
 
     `extra_keys` has, per block, None or a list of the adapter's name, multimodal items as `identifier` or
     `[identifier, offset]`, and, in the first block of a prompt, the cache salt. Offsets follow from the tokens and
-    mean different things in different releases, so only identifiers count; the adapter is part of the root.
+    mean different things in different releases, so only identifiers count.
     """
-    suffixes: dict[int, bytes] = {}
+    found: dict[int, list[Any]] = {}
     if extra_keys is not None and any(extra_keys):
         for number, items in enumerate(extra_keys):
-            if items and (suffix := _suffix(_identifiers(items, adapter))):
-                suffixes[number] = suffix
-    if cache_salt and first_block and 0 not in suffixes:
-        suffixes[0] = _suffix([cache_salt])
-    return suffixes
+            if items and (identifiers := _identifiers(items, adapter)):
+                found[number] = identifiers
+    if cache_salt and first_block and 0 not in found:
+        found[0] = [cache_salt]
+    return found
+
+
+def event_suffixes(
+    extra_keys: Sequence[Any] | None, adapter: str | None, first_block: bool, cache_salt: str | None
+) -> dict[int, bytes]:
+    """Return the same as bytes to hash; the adapter is part of the root."""
+    found = event_identifiers(extra_keys, adapter, first_block, cache_salt)
+    return {number: _suffix(identifiers) for number, identifiers in found.items()}
 
 
 def prompt_suffixes(media: Sequence[Media], cache_salt: str | None, block_size: int) -> dict[int, bytes]:
-    """Return the same by block of a prompt, from its multimodal items in order and its cache salt."""
+    """Return the same bytes by block of a prompt, from its multimodal items in order and its cache salt."""
     identifiers: dict[int, list[Any]] = {}
     for identifier, offset, length in media:
         for number in range(offset // block_size, -(-(offset + length) // block_size)):

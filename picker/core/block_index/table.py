@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
 
 LIVE = 0
 DEAD = 1
@@ -169,6 +170,10 @@ class BlockTable:
         while self.dead > self._tombstones:
             self._drop_tombstone()
         return missing
+
+    def leading(self, names: Iterable[int], pool: Pool) -> int:
+        """Return how many of the blocks `pool` has from the first on."""
+        return sum(1 for _ in takewhile(lambda name: pool.copies[self._find(name)], names))
 
     def name(self, names: Sequence[int], keys: Sequence[int]) -> None:
         """Say what hashes stand for, without storing anything."""

@@ -10,13 +10,13 @@ from __future__ import annotations
 import sys
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from picker.core.block_index.keys import event_suffixes
+from picker.core.block_index.keys import event_identifiers
 from picker.core.block_index.layout import GPU
 from picker.core.kv_events.events import BlockRemoved, BlockStored, ExtraKeys
 
@@ -51,6 +51,7 @@ class Meaning(Struct, frozen=True, gc=False):
     """What a hash stands for. `tokens` are 32-bit integers, little endian.
 
     `private`: the block, or one before it, depends on more than tokens and adapter: a cache salt, multimodal items.
+    `key` is the name that others chained to that of the block before, where it is known.
     """
 
     parent: int | None
@@ -58,6 +59,11 @@ class Meaning(Struct, frozen=True, gc=False):
     extra_keys: ExtraKeys | None
     private: bool
     prompt: Prompt
+    key: int | None = None
+
+
+Following = Callable[[int | None, Prompt, bytes, Sequence[str]], int]
+"""Names a block after the one before it, None for the first of a prompt, given its tokens and what tells it apart."""
 
 
 class EngineBlocks:
@@ -66,11 +72,12 @@ class EngineBlocks:
     At most `most_live` blocks are kept, the oldest go first, and of those that are gone the meanings of `most_dead`.
     """
 
-    def __init__(self, most_live: int, most_dead: int) -> None:
+    def __init__(self, most_live: int, most_dead: int, following: Following | None = None) -> None:
         self.live: OrderedDict[int, Meaning | None] = OrderedDict()
         self.dead: OrderedDict[int, Meaning] = OrderedDict()
         self.kinds: dict[Pool, PoolKind] = {}
         self._copies: dict[Pool, dict[int, int]] = {}
+        self._following = following
         self._most_live = most_live
         self._most_dead = most_dead
 
@@ -93,16 +100,20 @@ class EngineBlocks:
             packed.byteswap()
         tokens = packed.tobytes()
         prompt = Prompt(_pool(event), size, event.lora_id, event.lora_name, event.cache_salt)
-        suffixes = event_suffixes(event.extra_keys, event.lora_name, event.parent is None, event.cache_salt)
+        apart = event_identifiers(event.extra_keys, event.lora_name, event.parent is None, event.cache_salt)
         before = None if event.parent is None else self.meaning(event.parent)
         private = before is not None and before.private
+        key = before.key if before else None
+        following = self._following if event.parent is None or key is not None else None
         found: dict[int, Meaning] = {}
         parent = event.parent
         for number, name in enumerate(names):
-            private = private or number in suffixes
+            private = private or number in apart
             own_keys = event.extra_keys[number : number + 1] if event.extra_keys else None
             data = tokens[4 * size * number : 4 * size * (number + 1)]
-            found[name] = Meaning(parent, data, own_keys, private, prompt)
+            if following is not None:
+                key = following(key, prompt, data, [text for text in apart.get(number, ()) if isinstance(text, str)])
+            found[name] = Meaning(parent, data, own_keys, private, prompt, key)
             parent = name
         return found
 

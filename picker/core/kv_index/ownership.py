@@ -1,26 +1,24 @@
-"""What one engine holds, as Kthena says it: which standardized block hashes of which model, and since when.
+"""What one engine holds, as Kthena says it: which block hashes of which model, and since when.
 
-A standardized hash covers the tokens of one block and nothing else, so several blocks of an engine can have the same.
-It is owned for as long as any of them is there, in any rank, group or medium. Not owned is what its tokens alone do not
-describe: blocks of prompts with a cache salt or multimodal items, of adapters without a name, and of groups that do not
-need the whole prefix. The blocks of an adapter belong to a model by the adapter's name.
+A hash is Kthena's standardized one, unless another protocol was chosen. That covers the tokens of one block and nothing
+else, so several blocks of an engine can have the same. It is owned for as long as any of them is there, in any rank,
+group or medium. Not owned is what a hash does not describe: blocks of adapters without a name, of groups that do not
+need the whole prefix and, with a hash that covers tokens only, of prompts with a cache salt or multimodal items. The
+blocks of an adapter belong to a model by the adapter's name.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
 from msgspec import Struct
 
-from picker.core.block_hashes.context import HashContext
-from picker.core.block_hashes.kthena import standardized
+from picker.core.block_hashes.registry import HashName
 from picker.core.block_index.index import TIER_WEIGHTS
 from picker.core.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from picker.core.kv_index.engine_blocks import EngineBlocks, Meaning, Pool
-
-_ANY = HashContext()
+from picker.core.kv_index.naming import Naming
 
 
 class Stored(Struct, frozen=True):
@@ -51,7 +49,7 @@ Change = Removed | Cleared | Stored
 class Changes(Struct, frozen=True):
     """What a batch changed in sum.
 
-    `touched` are `(model, standardized hash)` of all blocks of which anything changed, the medium included;
+    `touched` are `(model, hash)` of all blocks of which anything changed, the medium included;
     `engine_hashes` are the engine's names of blocks that came or went.
     """
 
@@ -84,13 +82,21 @@ class Ownership:
 
     `counts` has blocks by reason: `evicted` (too many), `removed_unknown` (removed without having been stored) and
     those that are there but not owned: `private`, `unnamed_adapter`, `partial_prefix` (groups with windows and the
-    like), `unknown_tokens`.
+    like), `unknown_tokens`, `unknown_parent` (hashes that are chained). `protocol` and `seed` say what hashes are.
     """
 
-    def __init__(self, model: str, limits: Limits = Limits()) -> None:  # noqa: B008 (frozen)
+    def __init__(
+        self,
+        model: str,
+        limits: Limits = Limits(),  # noqa: B008 (frozen)
+        *,
+        protocol: HashName = HashName.KTHENA,
+        seed: str = "",
+    ) -> None:
         self.model = model
         self.counts: Counter[str] = Counter()
         self._limits = limits
+        self._naming = Naming(model, protocol, seed)
         self._ranks: dict[int, EngineBlocks] = {}
         self._models: dict[str, OrderedDict[int, Holding]] = {model: OrderedDict()}
         self._before: dict[tuple[str, int], int | None] = {}  # touched in this batch -> when stored, None: not held
@@ -116,7 +122,7 @@ class Ownership:
         return {model: len(holdings) for model, holdings in self._models.items()}
 
     def holding(self, model: str, block: int) -> Holding | None:
-        """Return what is held of a block by its standardized hash; it is the caller's to read only."""
+        """Return what is held of a block by its hash; it is the caller's to read only."""
         holdings = self._models.get(model)
         return None if holdings is None else holdings.get(block)
 
@@ -130,10 +136,10 @@ class Ownership:
         return list({name: None for blocks in self._ranks.values() for name in blocks.live})
 
     def standard_hash(self, engine_hash: int) -> int | None:
-        """Return the standardized hash of an engine's block that is there, None if it is not or has none."""
+        """Return the hash of an engine's block that is there, None if it is not or has none."""
         for blocks in self._ranks.values():
             meaning = blocks.live.get(engine_hash)
-            if meaning is not None and (key := self._key(meaning)) is not None:
+            if meaning is not None and (key := self._naming.key(engine_hash, meaning)) is not None:
                 return key[1]
         return None
 
@@ -176,7 +182,7 @@ class Ownership:
     def _rank(self, rank: int) -> EngineBlocks:
         blocks = self._ranks.get(rank)
         if blocks is None:
-            blocks = self._ranks[rank] = EngineBlocks(self._limits.live, self._limits.dead)
+            blocks = self._ranks[rank] = EngineBlocks(self._limits.live, self._limits.dead, self._naming.following)
         return blocks
 
     def _store(self, blocks: EngineBlocks, event: BlockStored, now: int) -> None:
@@ -211,7 +217,7 @@ class Ownership:
         pool, gone, unknown = blocks.remove(event)
         self.counts["removed_unknown"] += unknown
         for name in gone:
-            self._release(blocks, meanings[name], pool)
+            self._release(blocks, name, meanings[name], pool)
         self._names.update(dict.fromkeys(gone))
 
     def _forget(self, rank: int) -> None:
@@ -223,12 +229,12 @@ class Ownership:
 
     def _release_all(self, blocks: EngineBlocks, name: int) -> None:
         for pool in blocks.pools_of(name):
-            self._release(blocks, blocks.live[name], pool)
+            self._release(blocks, name, blocks.live[name], pool)
         self._names[name] = None
 
     def _owned_key(self, blocks: EngineBlocks, name: int, pool: Pool) -> tuple[str, int] | None:
         meaning = blocks.live.get(name)
-        return self._key(meaning) if meaning is not None and blocks.kinds[pool].whole_prefix else None
+        return self._naming.key(name, meaning) if meaning is not None and blocks.kinds[pool].whole_prefix else None
 
     def _acquire(self, blocks: EngineBlocks, name: int, pool: Pool, now: int, *, why_not: bool = False) -> None:
         key = self._owned_key(blocks, name, pool)
@@ -251,8 +257,8 @@ class Ownership:
             holdings.move_to_end(block)
         return holding
 
-    def _release(self, blocks: EngineBlocks, meaning: Meaning | None, pool: Pool) -> None:
-        key = self._key(meaning) if meaning is not None and blocks.kinds[pool].whole_prefix else None
+    def _release(self, blocks: EngineBlocks, name: int, meaning: Meaning | None, pool: Pool) -> None:
+        key = self._naming.key(name, meaning) if meaning is not None and blocks.kinds[pool].whole_prefix else None
         if key is None:
             return
         model, block = key
@@ -264,21 +270,13 @@ class Ownership:
             if not holding.references:
                 del self._models[model][block]
 
-    def _key(self, meaning: Meaning) -> tuple[str, int] | None:
-        """Model and standardized hash of a block, None if nobody may go by them."""
-        prompt = meaning.prompt
-        if meaning.private or (prompt.lora_name is None and prompt.lora_id is not None):
-            return None
-        tokens = array("I", meaning.tokens)
-        return prompt.lora_name or self.model, standardized(tokens, prompt.block_size, _ANY)[0]
-
     def _why_not(self, blocks: EngineBlocks, name: int, pool: Pool) -> str:
         meaning = blocks.live.get(name)
         if not blocks.kinds[pool].whole_prefix:
             return "partial_prefix"
         if meaning is None:
             return "unknown_tokens"
-        return "private" if meaning.private else "unnamed_adapter"
+        return self._naming.why_not(meaning)
 
     def _settle(self, now: int) -> Changes:
         stored: dict[str, list[int]] = {}
@@ -303,12 +301,13 @@ class Ownership:
 
 
 def _differs(known: Meaning | None, told: Meaning) -> bool:
-    """Whether a block moves to another standardized hash."""
+    """Whether a block moves to another hash."""
     if known is None:
         return True
     ours, theirs = known.prompt, told.prompt
-    return (known.tokens, known.private, ours.lora_name, ours.lora_id) != (
+    return (known.tokens, known.key, known.private, ours.lora_name, ours.lora_id) != (
         told.tokens,
+        told.key,
         told.private,
         theirs.lora_name,
         theirs.lora_id,

@@ -6,12 +6,13 @@ The router registers with `{"router_id": ...}`; the response is lines of JSON wi
 
 with events `{"type": "snapshot", "block_hashes": [...], "timestamps": [...]}` (replaces what the model had),
 `{"type": "stored", "block_hashes": [...], "timestamp": seconds}` (or `timestamps`, one for each), `{"type": "removed",
-"block_hashes": [...]}` and `{"type": "cleared"}`; or it is `{"type": "heartbeat"}`. Block hashes are Kthena's.
+"block_hashes": [...]}` and `{"type": "cleared"}`; or it is `{"type": "heartbeat"}`. Block hashes are Kthena's, unless both sides
+were told of another protocol.
 
 A router that adds `"accept": ["picker/1"]` also gets the engine's own events, under the key `picker` of lines of their
 own: `{"version": 1}` first of all, then `{"rank": 0, "begin": since}` (forget the rank; what follows is all it has when
 `since` is 0, and incomplete otherwise) and `{"rank": 0, "ts": seconds, "events": [...]}` with the events of
-`picker.core.kv_events`. It should go by these then: Kthena's hashes do not say what stands before a block.
+`picker.core.kv_events`. It should go by these then, which say more than hashes.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ MAX_NAME = 512
 WRONG_MODE = "Runtime is not in memory KV event sync mode"
 HEARTBEAT = b'{"type":"heartbeat"}\n'
 
-StandardHash = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Hash = Annotated[int, Meta(ge=0)]
 Name = Annotated[str, Meta(max_length=MAX_NAME)]
 Rank = Annotated[int, Meta(ge=0, le=0xFFFF)]
 Seconds = int | float
@@ -103,7 +104,7 @@ class _Picker(Struct):
 
 class _Event(Struct):
     type: str = ""
-    block_hashes: tuple[StandardHash, ...] = ()
+    block_hashes: tuple[Hash, ...] = ()
     timestamp: Seconds = 0
     timestamps: tuple[Seconds, ...] | None = None
 
@@ -126,6 +127,7 @@ _REGISTRATION = msgspec.json.Decoder(Registration)
 _ENCODER = msgspec.json.Encoder()
 _BAD = (msgspec.MsgspecError, UnicodeError, RecursionError)
 _KNOWN = frozenset({"snapshot", "stored", "removed", "cleared"})
+_LARGEST = (1 << 64) - 1
 _SIGNS_OF_LIFE = frozenset({"heartbeat", "ping", ""})
 
 
@@ -209,6 +211,8 @@ def parse_line(line: bytes) -> list[Message]:
 
 
 def _message(event: _Event, model: str) -> Iterator[Message]:
+    if event.block_hashes and max(event.block_hashes) > _LARGEST:
+        raise LineError("malformed")
     if event.type == "cleared":
         yield Cleared(model, ())
     elif event.type == "removed":

@@ -121,12 +121,19 @@ class RedisOwners:
         hashes = self._producer.prompt_hashes.hashes(prompt, self._producer.block_size, self._args.max_blocks_to_match)
         return await self._ask(model, hashes, self._owners)
 
+    async def owned(self, model: str, hashes: Sequence[int]) -> OwnedPrefix | None:
+        """Return who owns blocks with these hashes, from the first on; None without an answer."""
+        found = await self._for_each([self._ask_all(model, hashes)])
+        return None if found is None else found[0]
+
     async def _lookup_all(self, prompt: TokenPrompt) -> OwnedPrefix | None:
-        """Ask for so many blocks at once, and for more as long as somebody owns all of them."""
         model = self._producer.prompt_hashes.model(prompt)
         if model is None:
             return None
-        hashes = self._producer.prompt_hashes.hashes(prompt, self._producer.block_size)
+        return await self._ask_all(model, self._producer.prompt_hashes.hashes(prompt, self._producer.block_size))
+
+    async def _ask_all(self, model: str, hashes: Sequence[int]) -> OwnedPrefix:
+        """Ask for so many blocks at once, and for more as long as somebody owns all of them."""
         lengths: dict[int, int] = {}
         candidates = self._owners
         for start in range(0, len(hashes), _CHUNK):

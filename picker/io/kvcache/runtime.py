@@ -15,9 +15,12 @@ from typing import TYPE_CHECKING, Any
 import structlog
 from msgspec.structs import replace
 
+from picker.core.block_hashes.prompts import PromptHashes
+from picker.core.block_index.prediction import Prediction
 from picker.core.director import Director
 from picker.core.endpoints import slots_of
 from picker.core.exchange.effects import Decide
+from picker.core.kv_index.owners import OwnedPrefix
 from picker.core.plugins.kvcache_args import IndexMode, KvCacheArgs
 from picker.core.plugins.kvcache_aware import OWNERS, TOKENS, KvCacheProducer
 from picker.core.scheduling.api import Request
@@ -150,8 +153,23 @@ class KvCacheRuntime:
         """See `Holders`."""
         if self.redis is not None:
             return await self._owned(prompts)
-        by_events = held_by_events(self.producer.index, prompts)
-        by_hashes = self._held_by_hashes(prompts)
+        return self._held(held_by_events(self.producer.index, prompts), self._held_by_hashes(prompts))
+
+    async def held_named(self, model: str, hashes: Sequence[int]) -> list[Held] | None:
+        """See `Holders`. Where engines' own events are known, hashes are the engines'; else those of `hashProtocol`."""
+        if self.redis is not None:
+            owned = await self.redis.owned(model, hashes)
+            return None if owned is None else self._held_by_owners([owned])
+        blocks = {slot: 0 for slot in self.followed if self.producer.hashes.blocks_of(slot)}
+        for count, mask in self.producer.hashes.match(model, hashes, sum(1 << slot for slot in blocks)):
+            blocks.update(dict.fromkeys(slots_of(mask).tolist(), count))
+        return self._held(self.producer.index.predict_named(hashes), blocks)
+
+    @property
+    def prompt_hashes(self) -> PromptHashes:
+        return self.producer.prompt_hashes
+
+    def _held(self, by_events: Mapping[int, Prediction], by_hashes: Mapping[int, int]) -> list[Held]:
         size = self.block_size
         found = []
         for slot, followed in self.followed.items():
@@ -178,8 +196,9 @@ class KvCacheRuntime:
     async def _owned(self, prompts: Sequence[TokenPrompt]) -> list[Held] | None:
         assert self.redis is not None  # noqa: S101  the caller looked
         owners = await self.redis.all_owners(prompts)
-        if owners is None:
-            return None
+        return None if owners is None else self._held_by_owners(owners)
+
+    def _held_by_owners(self, owners: Sequence[OwnedPrefix | None]) -> list[Held]:
         blocks: Counter[int] = Counter()
         for owned in owners:
             for count, mask in owned.groups if owned else ():

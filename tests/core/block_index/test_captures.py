@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from picker.core.block_index.index import BlockIndex, Prediction
+from picker.core.block_index.index import BlockIndex
+from picker.core.block_index.prediction import Prediction
 from picker.core.block_index.prompt import Prompt
 from picker.core.kv_events.decode import decode
 from picker.core.kv_events.events import EventBatch

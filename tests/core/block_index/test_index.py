@@ -5,7 +5,8 @@ import random
 import pytest
 
 from picker.core.block_index.cache import Limits
-from picker.core.block_index.index import DAY, BlockIndex, Prediction
+from picker.core.block_index.index import DAY, BlockIndex
+from picker.core.block_index.prediction import Prediction
 from picker.core.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 
 PROMPT = list(range(100, 117))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+from array import array
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,13 +13,14 @@ from typing import Any
 
 import pytest
 
-from picker.core.block_hashes.context import HashContext
-from picker.core.block_hashes.kthena import standardized
+from picker.core.block_hashes.prompts import PromptHashes
+from picker.core.block_hashes.registry import HashName
 from picker.core.block_index.index import BlockIndex
 from picker.core.kv_events.decode import decode
 from picker.core.kv_index.hash_index import HashIndex
 from picker.core.kv_index.ownership import Cleared, Ownership, Removed
 from picker.core.kv_index.stream_protocol import extension_line, parse_line
+from picker.core.tokens.prompt import TokenPrompt
 
 CAPTURES = Path(__file__).parents[2] / "data" / "captures"
 LOST = {"evict": 0, "chat": 0, "lora": 0, "hybrid": 0, "bytes": 0, "restart": 2}
@@ -26,13 +28,14 @@ LOST = {"evict": 0, "chat": 0, "lora": 0, "hybrid": 0, "bytes": 0, "restart": 2}
 
 
 class Follower:
-    """Follows a recording with an ownership, an index of its standalone hashes, and a block index."""
+    """Follows a recording with an ownership, an index of its hashes, and a block index."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, protocol: HashName = HashName.KTHENA, seed: str = "") -> None:
         with gzip.open(CAPTURES / f"{name}-A.jsonl.gz", "rt") as lines:
             self.meta, *self.lines = [json.loads(line) for line in lines]
         self.model, self.block_size = self.meta["model"], self.meta["block_size"]
-        self.ownership = Ownership(self.model)
+        self.ownership = Ownership(self.model, protocol=protocol, seed=seed)
+        self.names = PromptHashes(protocol, seed)
         self.hashes = HashIndex()
         self.blocks = BlockIndex()
 
@@ -78,11 +81,16 @@ class Follower:
         return self.blocks.predict(prompt, 0).cached_tokens
 
     def predict_by_hashes(self, request: dict[str, Any]) -> int:
-        body, tokens = request["body"], request["prompt_token_ids"]
-        if body.get("cache_salt") or body.get("prompt_logprobs") is not None:
-            return 0
-        usable = tokens[: (len(tokens) - 1) // self.block_size * self.block_size]
-        found = self.hashes.match(body["model"], standardized(usable, self.block_size, HashContext()), 1)
+        body = request["body"]
+        prompt = TokenPrompt(
+            array("I", request["prompt_token_ids"]),
+            self.model,
+            lora=None if body["model"] == self.model else body["model"],
+            cache_salt=body.get("cache_salt"),
+            reads_cache=body.get("prompt_logprobs") is None,
+        )
+        model = self.names.model(prompt)
+        found = [] if model is None else self.hashes.match(model, self.names.hashes(prompt, self.block_size), 1)
         return found[0][0] * self.block_size if found else 0
 
 
@@ -110,10 +118,47 @@ def test_a_picker_that_connects_at_any_time_predicts_exactly(name):
 )
 def test_standalone_hashes_are_exact_where_they_can_be(name, expected):
     """They know nothing of salts, and say too little of prompts with one; and too much where groups have windows."""
-    follower = Follower(name)
+    assert errors_by_hashes(Follower(name)) == expected
+
+
+def errors_by_hashes(follower: Follower) -> Counter[str]:
     errors: Counter[str] = Counter()
     for request in follower.requests():
         error = follower.predict_by_hashes(request) - request["cached_tokens"]
         kind = "salted" if request["body"].get("cache_salt") else "plain"
         errors[f"{kind} {'over' if error > 0 else 'under' if error else 'exact'}"] += 1
-    assert errors == expected
+    return errors
+
+
+@pytest.mark.parametrize("protocol", [HashName.LLM_D_CBOR_FNV, HashName.LLM_D_XXH64])
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("evict", {"plain exact": 150}),
+        ("chat", {"plain exact": 80, "salted exact": 19}),
+        ("lora", {"plain exact": 131, "salted exact": 17}),
+        ("bytes", {"plain exact": 60}),
+        ("restart", {"plain exact": 78, "plain over": LOST["restart"]}),
+        ("hybrid", {"plain exact": 76, "plain over": 44}),
+    ],
+)
+def test_chained_hashes_know_salts_and_adapters(name, protocol, expected):
+    assert errors_by_hashes(Follower(name, protocol, seed="of this fleet")) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("evict", {"plain exact": 150}),
+        ("chat", {"plain exact": 80, "salted exact": 19}),
+        ("restart", {"plain exact": 78, "plain over": LOST["restart"]}),
+    ],
+)
+def test_the_engines_own_hashes_are_computed_from_requests(name, expected):
+    assert errors_by_hashes(Follower(name, HashName.VLLM_SHA256)) == expected
+
+
+def test_the_engines_own_hashes_of_adapters_need_what_is_not_known():
+    errors = errors_by_hashes(Follower("lora", HashName.VLLM_SHA256))
+    assert "plain over" not in errors
+    assert errors["plain under"] > 0
