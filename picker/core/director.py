@@ -7,25 +7,22 @@ I/O; clock and randomness come in with the calls.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
-from enum import StrEnum
-from http import HTTPStatus
-from math import isnan
+from collections.abc import Awaitable, Iterable, Mapping
 from typing import Any
 
 import msgspec
 
 from picker.core.endpoints import Endpoint, EndpointTable
-from picker.core.exchange.effects import BodyState, Decide, Finish, LearnedOn
+from picker.core.exchange.effects import BodyState, Decide, Finish
 from picker.core.headers import REQUEST_ID
 from picker.core.models import ModelSettings, Rewrites, Rewritten, model_of, replace_model
 from picker.core.prompts import Prompt, Unused, parse
-from picker.core.scheduling.api import Candidates, Learning, Preparation, Request, Rng, Timer
+from picker.core.scheduling.api import Candidates, Preparation, Request, Rng, Timer
 from picker.core.scheduling.decision import Decision, Reason
 from picker.core.scheduling.scheduler import Asked, Scheduler
 from picker.core.sticky import StickySessions
+from picker.core.tickets import PrefillSignal, Sharing, Ticket
 from picker.core.token_ratio import TokenRatio
-from picker.core.usage import Usage
 
 _UNUSED = {
     BodyState.NONE: Unused.NO_BODY,
@@ -34,22 +31,6 @@ _UNUSED = {
 }
 
 _PLAIN = Scheduler((), (), ())
-
-_ROUNDING = 1e-3
-"""Fewer tokens than this are none: sums of what was added and taken away."""
-_TELLING_TOKENS = 512.0
-"""A prefill of fewer tokens says nothing of an endpoint's speed."""
-_RATE_WEIGHT = 0.1
-_FROM_ENVOY = frozenset((503, 504))
-"""What Envoy answers by itself when an endpoint refuses connections or is too late."""
-
-
-class PrefillSignal(StrEnum):
-    """What told that a prompt was computed; best first, and the label of a counter."""
-
-    KV_EVENTS = "kv_events"
-    RESPONSE_BODY = "response_body"
-    END = "end"
 
 
 class Director:
@@ -70,6 +51,8 @@ class Director:
         self.prefill_signals: Counter[PrefillSignal] = Counter()
         self.token_ratio = TokenRatio()
         self.rewrites = Rewrites(ModelSettings())
+        self.sharing: Sharing | None = None
+        """Told of every pick while other pickers are to know of them."""
         self._forgotten: dict[int, int] = {}
         self._forgets = 0
 
@@ -206,149 +189,3 @@ class Director:
         if slot is None or self._forgotten.get(slot, 0) > routed_after:
             return None
         return slot
-
-
-class Ticket:
-    """One request on its way: a count in flight, tokens to compute, and what was learnt for the time being.
-
-    A request whose prompt is computed apart has a ticket within its ticket: the tokens are the prefill endpoint's, and
-    its own count ends with the prefill.
-    """
-
-    __slots__ = (
-        "_answered",
-        "_director",
-        "_generation",
-        "_learnings",
-        "_picked_at",
-        "_prefill",
-        "_queued_before",
-        "_request",
-        "_routed_after",
-        "_slot",
-        "_tokens",
-        "_work",
-    )
-
-    def __init__(
-        self,
-        director: Director,
-        decision: Decision,
-        routed_after: int,
-        learnings: Sequence[Learning],
-        prefill: Ticket | None = None,
-    ) -> None:
-        table, slot = director.table, decision.slot
-        self._director = director
-        self._slot = slot
-        self._prefill = prefill
-        self._generation = table.generation[slot]
-        self._routed_after = routed_after
-        self._learnings = learnings
-        self._request = decision.request
-        self._picked_at = decision.request.now
-        self._answered = False
-        self._work = self._tokens = decision.tokens if prefill is None else 0.0
-        self._queued_before = 0.0
-        table.in_flight[slot] += 1
-        table.health.sent(slot, self._picked_at)
-        if self._tokens:
-            self._queued_before = table.queued_tokens.item(slot)
-            table.queued_tokens[slot] += self._tokens
-        for learning in learnings:
-            if (watch := getattr(learning, "watch", None)) is not None:
-                watch(self)
-
-    @property
-    def _alive(self) -> bool:
-        """Whether the endpoint that was picked is still there."""
-        return self._director.table.generation[self._slot] == self._generation
-
-    def answered(self, status: int | None, now: float) -> None:
-        """Response headers came from the endpoint, or Envoy's own in its place."""
-        self._answered = True
-        if not self._alive:
-            return
-        health = self._director.table.health
-        if status is not None and status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-            health.failed(self._slot)
-            if status in _FROM_ENVOY:
-                return  # perhaps in place of an endpoint that is silent
-        else:
-            health.answered(self._slot, now - self._picked_at)
-        self._sign(now)
-
-    def progress(self, tokens: float, now: float) -> None:
-        """The endpoint has computed so many more of the prompt's tokens."""
-        done = min(tokens, self._tokens)
-        self._tokens -= done
-        if self._alive:
-            self._director.table.queued_tokens[self._slot] -= done
-            self._sign(now)
-
-    def prefilled(self, now: float, signal: PrefillSignal) -> None:
-        """The prompt is computed. The first signal counts, further ones do nothing."""
-        if self._prefill is not None:
-            self._prefill.prefilled(now, signal)
-            if signal is not PrefillSignal.END:
-                self._end_prefill(success=True, now=now)
-            return
-        if not self._work:
-            return
-        table, slot = self._director.table, self._slot
-        self._director.prefill_signals[signal] += 1
-        if self._alive:
-            left = table.queued_tokens.item(slot) - self._tokens
-            table.queued_tokens[slot] = left if left > _ROUNDING else 0.0
-            if signal is not PrefillSignal.END:
-                self._observe_rate(now - self._picked_at)
-                self._sign(now)
-        self._work = self._tokens = 0.0
-
-    def _observe_rate(self, seconds: float) -> None:
-        """Learn how fast the endpoint computes prompts, from what it had to compute up to now."""
-        work = self._queued_before + self._work
-        if work < _TELLING_TOKENS or seconds <= 0:
-            return
-        rates, slot = self._director.table.prefill_rate, self._slot
-        known = rates.item(slot)
-        rates[slot] = work / seconds if isnan(known) else known + (work / seconds - known) * _RATE_WEIGHT
-
-    def _sign(self, now: float) -> None:
-        table = self._director.table
-        table.health.alive(self._slot, now, table.in_flight.item(self._slot) - 1)
-
-    def finish(self, finish: Finish, usage: Usage | None = None) -> None:
-        """The request is over: count it out, and keep or undo what was learnt.
-
-        What is kept belongs to the endpoint that served, wherever the pick went. An endpoint that is gone, that was
-        never ours, that came later, or whose engine restarted meanwhile, learns nothing.
-        """
-        self._director.in_flight -= 1
-        self._settle(finish, usage, self._director.now())
-
-    def _end_prefill(self, *, success: bool, now: float) -> None:
-        """The prefill endpoint has done its part, or will never."""
-        prefill, self._prefill = self._prefill, None
-        if prefill is not None:
-            prefill._settle(Finish(success, LearnedOn.RESPONSE_BODY, None, None), None, now)  # noqa: SLF001  of its own kind
-
-    def _settle(self, finish: Finish, usage: Usage | None, now: float) -> None:
-        director = self._director
-        table = director.table
-        self.prefilled(now, PrefillSignal.END)
-        self._end_prefill(success=finish.success, now=now)
-        alive = self._alive
-        if alive:
-            if finish.success:
-                self._sign(now)
-            table.in_flight[self._slot] -= 1
-        if not finish.success:
-            for learning in self._learnings:
-                learning.undo()
-            return
-        if usage is not None and usage.prompt_tokens:
-            director.token_ratio.learn(self._request, usage.prompt_tokens)
-        served = director.served_by(finish, self._slot if alive else None, self._routed_after)
-        for learning in self._learnings:
-            learning.confirm(served, usage)

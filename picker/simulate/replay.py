@@ -14,13 +14,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from picker.core.director import Director, PrefillSignal, Ticket
+from picker.core.director import Director
 from picker.core.endpoints import Endpoint, EndpointTable
 from picker.core.exchange.effects import BodyState, Decide, Finish, LearnedOn
 from picker.core.kv_events.events import EventBatch
 from picker.core.plugins.kvcache_aware import TOKENS, KvCacheProducer
 from picker.core.prompts import Prompt
 from picker.core.scheduling.decision import Reason
+from picker.core.tickets import PrefillSignal, Ticket
 from picker.core.tokens.prompt import TokenPrompt
 from picker.sim.block_cache import key_tokens
 from picker.sim.engine import Request

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from picker.core.director import Director, Ticket
+from picker.core.director import Director
 from picker.core.endpoints import Endpoint, EndpointTable, EngineMetrics
 from picker.core.exchange.effects import BodyState, Decide, Finish, LearnedOn
 from picker.core.exchange.events import BodyMode
@@ -18,6 +18,7 @@ from picker.core.plugins.prefix_cache import PrefixCacheArgs
 from picker.core.plugins.registry import SchedulerSpec, build_scheduler
 from picker.core.prompts import Unused
 from picker.core.scheduling.decision import Decision, Reason
+from picker.core.tickets import Ticket
 
 A, B, C = (f"10.0.0.{i}:8000" for i in (1, 2, 3))
 SPEC = SchedulerSpec(

@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from picker.core.director import Director, PrefillSignal
+from picker.core.director import Director
 from picker.core.endpoints import Endpoint, EndpointTable
 from picker.core.exchange.effects import BodyState, Decide, Finish, LearnedOn
 from picker.core.plugins.profiles import PROFILES, ProfileName
 from picker.core.plugins.registry import SchedulerSpec, build_scheduler
 from picker.core.scheduling.decision import PrefillPlace, Reason
 from picker.core.scheduling.disaggregation import DisaggregationSettings, PrefillDecodeGroup
+from picker.core.tickets import PrefillSignal
 
 ROLE = "llm-d.ai/role"
 # What llm-d's role filters let through, by role: (prefill, decode).

@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from picker.core.director import Director, PrefillSignal
+from picker.core.director import Director
 from picker.core.endpoints import Endpoint, EndpointTable
 from picker.core.exchange.effects import BodyState, Decide, Finish, LearnedOn
 from picker.core.plugins.profiles import PROFILES, ProfileName
 from picker.core.plugins.registry import SchedulerSpec, build_scheduler
 from picker.core.plugins.token_cost import TokenCost
+from picker.core.tickets import PrefillSignal
 from picker.core.usage import Usage
 
 loads = st.lists(

@@ -9,13 +9,14 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from picker.core.director import Director, Ticket
+from picker.core.director import Director
 from picker.core.exchange.effects import Decide
 from picker.core.exchange.events import BodyMode
 from picker.core.exchange.outcomes import Refused
 from picker.core.scheduling.api import Request
 from picker.core.scheduling.decision import Decision, Reason
 from picker.core.telemetry import Telemetry
+from picker.core.tickets import Ticket
 from picker.io.admission import Gate
 from picker.io.extproc.afterwards import Afterwards
 from picker.io.extproc.observer import Observations

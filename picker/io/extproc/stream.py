@@ -5,19 +5,31 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from picker.core.admission.waiting import Left
-from picker.core.director import PrefillSignal, Ticket
-from picker.core.exchange.effects import Anomaly, Answered, Arm, Decide, Effect, Finish, FirstChunk, Report
+from picker.core.exchange.effects import (
+    Anomaly,
+    Answered,
+    Arm,
+    BodyReply,
+    Decide,
+    Effect,
+    Finish,
+    FirstChunk,
+    HeadersReply,
+    Report,
+    StreamedBody,
+)
 from picker.core.exchange.events import BodyMode, RequestBody, ResponseBody, StreamEnded, TimerFired
 from picker.core.exchange.machine import Exchange
 from picker.core.exchange.outcomes import Refused, Routed
 from picker.core.headers import FALLBACKS_WANTED
 from picker.core.scheduling.api import Request
 from picker.core.scheduling.decision import Decision, Reason
+from picker.core.tickets import PrefillSignal, Ticket
 from picker.core.usage import Usage
 from picker.io.admission import Entry
 from picker.io.extproc.codec import MalformedMessageError, UnknownMessageError, decode, encode, more_time
@@ -33,6 +45,10 @@ if TYPE_CHECKING:
 
 _MARGIN_SECONDS = 1.0
 """Envoy's patience beyond the longest wait, so that it is we who tell the client."""
+
+# Members of enumerations are looked up once: in Python 3.11 that takes longer than a call.
+_ROUTED: Final = Reason.ROUTED
+_RESPONSE_BODY: Final = PrefillSignal.RESPONSE_BODY
 
 
 class ExtProcStream:
@@ -136,7 +152,9 @@ class ExtProcStream:
         send, afterwards = self._call.send, self._service.afterwards.add
         for effect in effects:
             kind = type(effect)
-            if kind is Decide:
+            if kind is HeadersReply or kind is StreamedBody or kind is BodyReply:
+                send(encode(effect))  # type: ignore[arg-type]
+            elif kind is Decide:
                 self._admit(effect)  # type: ignore[arg-type]
             elif kind is Answered:
                 self._answered(effect)  # type: ignore[arg-type]
@@ -222,7 +240,7 @@ class ExtProcStream:
         service = self._service
         service.buffered_bytes -= self._buffered
         self._buffered = 0
-        if decision.reason is Reason.ROUTED:
+        if decision.reason is _ROUTED:
             self._decision = decision
             self._decided_at = service.director.now()
             self._ticket = service.route(decision)
@@ -262,7 +280,7 @@ class ExtProcStream:
     def _prefilled(self) -> None:
         if self._ticket is not None:
             try:
-                self._ticket.prefilled(self._service.director.now(), PrefillSignal.RESPONSE_BODY)
+                self._ticket.prefilled(self._service.director.now(), _RESPONSE_BODY)
             except Exception as error:  # noqa: BLE001  a response never fails because learning from it did
                 self._service.telemetry.failed("learn", error)
 

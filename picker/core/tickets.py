@@ -1,0 +1,216 @@
+"""Requests on their way: what each adds to the load of its endpoint, until it is over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from http import HTTPStatus
+from math import isnan
+from typing import TYPE_CHECKING, Protocol
+
+from picker.core.endpoints import EndpointTable
+from picker.core.exchange.effects import Finish, LearnedOn
+from picker.core.scheduling.api import Learning
+from picker.core.scheduling.decision import Decision
+from picker.core.usage import Usage
+
+if TYPE_CHECKING:
+    from picker.core.director import Director
+
+_ROUNDING = 1e-3
+"""Fewer tokens than this are none: sums of what was added and taken away."""
+_TELLING_TOKENS = 512.0
+"""A prefill of fewer tokens says nothing of an endpoint's speed."""
+_RATE_WEIGHT = 0.1
+_FROM_ENVOY = frozenset((503, 504))
+"""What Envoy answers by itself when an endpoint refuses connections or is too late."""
+
+
+class PrefillSignal(StrEnum):
+    """What told that a prompt was computed; best first, and the label of a counter."""
+
+    KV_EVENTS = "kv_events"
+    RESPONSE_BODY = "response_body"
+    END = "end"
+
+
+class Sharing(Protocol):
+    """Tells other pickers of picks. Short calls that never raise."""
+
+    def picked(self, decision: Decision) -> int:
+        """A request goes to an endpoint; returns the number that the other two know it by."""
+
+    def prefilled(self, number: int) -> None:
+        """Its prompt is computed."""
+
+    def ended(self, number: int, served: str | None) -> None:
+        """It is over; `served` is the address of the endpoint that holds its prompt now, None if it failed."""
+
+
+class Load:
+    """A request in flight and tokens to compute, on one endpoint; whoever sent them there."""
+
+    __slots__ = ("_generation", "_slot", "_table", "_tokens")
+
+    def __init__(self, table: EndpointTable, slot: int, tokens: float, now: float) -> None:
+        self._table = table
+        self._slot = slot
+        self._generation = table.generation[slot]
+        self._tokens = tokens
+        table.in_flight[slot] += 1
+        table.health.sent(slot, now)
+        if tokens:
+            table.queued_tokens[slot] += tokens
+
+    @property
+    def _alive(self) -> bool:
+        """Whether the endpoint that was picked is still there."""
+        return self._table.generation[self._slot] == self._generation
+
+    def progress(self, tokens: float, now: float) -> None:
+        """The endpoint has computed so many more of the prompt's tokens."""
+        done = min(tokens, self._tokens)
+        self._tokens -= done
+        if self._alive:
+            self._table.queued_tokens[self._slot] -= done
+            self._sign(now)
+
+    def _computed(self) -> None:
+        """No tokens are left to compute."""
+        if self._tokens and self._alive:
+            left = self._table.queued_tokens.item(self._slot) - self._tokens
+            self._table.queued_tokens[self._slot] = left if left > _ROUNDING else 0.0
+        self._tokens = 0.0
+
+    def _sign(self, now: float) -> None:
+        """The endpoint works."""
+        table = self._table
+        table.health.alive(self._slot, now, table.in_flight.item(self._slot) - 1)
+
+    def _leave(self, now: float, *, well: bool) -> None:
+        """The request is over."""
+        self._computed()
+        if self._alive:
+            if well:
+                self._sign(now)
+            self._table.in_flight[self._slot] -= 1
+
+
+class Ticket(Load):
+    """One request that we sent: what it adds to its endpoint's load, and what was learnt for the time being.
+
+    A request whose prompt is computed apart has a ticket within its ticket: the tokens are the prefill endpoint's, and
+    its own count ends with the prefill.
+    """
+
+    __slots__ = (
+        "_director",
+        "_learnings",
+        "_number",
+        "_picked_at",
+        "_prefill",
+        "_queued_before",
+        "_request",
+        "_routed_after",
+        "_work",
+    )
+
+    def __init__(
+        self,
+        director: Director,
+        decision: Decision,
+        routed_after: int,
+        learnings: Sequence[Learning],
+        prefill: Ticket | None = None,
+    ) -> None:
+        slot = decision.slot
+        self._director = director
+        self._prefill = prefill
+        self._routed_after = routed_after
+        self._learnings = learnings
+        self._request = decision.request
+        self._picked_at = decision.request.now
+        self._queued_before = director.table.queued_tokens.item(slot)
+        self._work = decision.tokens if prefill is None else 0.0
+        super().__init__(director.table, slot, self._work, self._picked_at)
+        self._number = 0 if director.sharing is None else director.sharing.picked(decision)
+        for learning in learnings:
+            if (watch := getattr(learning, "watch", None)) is not None:
+                watch(self)
+
+    def answered(self, status: int | None, now: float) -> None:
+        """Response headers came from the endpoint, or Envoy's own in its place."""
+        if not self._alive:
+            return
+        health = self._table.health
+        if status is not None and status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            health.failed(self._slot)
+            if status in _FROM_ENVOY:
+                return  # perhaps in place of an endpoint that is silent
+        else:
+            health.answered(self._slot, now - self._picked_at)
+        self._sign(now)
+
+    def prefilled(self, now: float, signal: PrefillSignal) -> None:
+        """The prompt is computed. The first signal counts, further ones do nothing."""
+        if self._prefill is not None:
+            self._prefill.prefilled(now, signal)
+            if signal is not PrefillSignal.END:
+                self._end_prefill(success=True, now=now)
+            return
+        if not self._work:
+            return
+        director = self._director
+        director.prefill_signals[signal] += 1
+        if signal is not PrefillSignal.END:
+            if self._number and director.sharing is not None:
+                director.sharing.prefilled(self._number)
+            if self._alive:
+                self._observe_rate(now - self._picked_at)
+                self._sign(now)
+        self._computed()
+        self._work = 0.0
+
+    def _observe_rate(self, seconds: float) -> None:
+        """Learn how fast the endpoint computes prompts, from what it had to compute up to now."""
+        work = self._queued_before + self._work
+        if work < _TELLING_TOKENS or seconds <= 0:
+            return
+        rates, slot = self._table.prefill_rate, self._slot
+        known = rates.item(slot)
+        rates[slot] = work / seconds if isnan(known) else known + (work / seconds - known) * _RATE_WEIGHT
+
+    def finish(self, finish: Finish, usage: Usage | None = None) -> None:
+        """The request is over: count it out, and keep or undo what was learnt.
+
+        What is kept belongs to the endpoint that served, wherever the pick went. An endpoint that is gone, that was
+        never ours, that came later, or whose engine restarted meanwhile, learns nothing.
+        """
+        self._director.in_flight -= 1
+        self._settle(finish, usage, self._director.now())
+
+    def _end_prefill(self, *, success: bool, now: float) -> None:
+        """The prefill endpoint has done its part, or will never."""
+        prefill, self._prefill = self._prefill, None
+        if prefill is not None:
+            prefill._settle(Finish(success, LearnedOn.RESPONSE_BODY, None, None), None, now)  # noqa: SLF001  of its own kind
+
+    def _settle(self, finish: Finish, usage: Usage | None, now: float) -> None:
+        director = self._director
+        self.prefilled(now, PrefillSignal.END)
+        self._end_prefill(success=finish.success, now=now)
+        alive = self._alive
+        self._leave(now, well=finish.success)
+        served = (
+            director.served_by(finish, self._slot if alive else None, self._routed_after) if finish.success else None
+        )
+        if self._number and director.sharing is not None:
+            director.sharing.ended(self._number, None if served is None else self._table.endpoints[served].address)
+        if not finish.success:
+            for learning in self._learnings:
+                learning.undo()
+            return
+        if usage is not None and usage.prompt_tokens:
+            director.token_ratio.learn(self._request, usage.prompt_tokens)
+        for learning in self._learnings:
+            learning.confirm(served, usage)
