@@ -18,7 +18,8 @@ import structlog
 from msgspec import Struct
 
 from picker.core.endpoints import Endpoint
-from picker.core.kubernetes.pods import Found, PodFacts, find_endpoints, read_pod
+from picker.core.kubernetes.endpoints import EndpointFinder, Found
+from picker.core.kubernetes.pods import PodFacts, read_pod
 from picker.core.kubernetes.pools import PoolGroup, Selection, read_pool
 from picker.core.kubernetes.watch import Random, Watch, WatchSettings
 from picker.io.discovery.kubernetes_access import Access, AccessError, from_kubeconfig, in_cluster
@@ -63,6 +64,7 @@ class KubernetesDiscovery:
         self._pods: Watch[PodFacts] | None = None
         self._following: asyncio.Task[None] | None = None
         self._selection: Selection | None = None
+        self._finder = EndpointFinder((), settings.engine, settings.engines)
         self._past: Counter[str] = Counter()
         self._passed_on: tuple[Endpoint, ...] | None = None
         self._changed = asyncio.Event()
@@ -106,6 +108,8 @@ class KubernetesDiscovery:
                     if self._pods is not None:
                         path = f"/api/v1/namespaces/{namespace}/pods"
                         self._following = tasks.create_task(api.follow(self._pods, path, self._changed.set))
+                if selection is not None:
+                    self._finder = EndpointFinder(selection.ports, settings.engine, settings.engines)
                 self._selection = selection
                 self._changed.set()
 
@@ -174,8 +178,7 @@ class KubernetesDiscovery:
             return Found((), {}) if self._pool is not None and self._pool.synced else None
         if self._pods is None or not self._pods.synced:
             return None
-        settings = self._settings
-        return find_endpoints(self._pods.objects.values(), self._selection.ports, settings.engine, settings.engines)
+        return self._finder.find(self._pods.objects)
 
     async def _complain(self) -> None:
         """Log what is wrong for longer than a moment, and that it is over."""

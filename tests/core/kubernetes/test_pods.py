@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import random
+import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from picker.core.endpoints import KvEvents
+from picker.core.kubernetes.endpoints import EndpointFinder
 from picker.core.kubernetes.objects import MalformedError
-from picker.core.kubernetes.pods import find_endpoints, read_pod
+from picker.core.kubernetes.pods import read_pod
+from picker.core.kubernetes.watch import Watch, WatchSettings
 
 ENGINES = ("vllm", "sglang")
 STARTED = "2026-08-14T10:00:00Z"
@@ -58,7 +63,11 @@ def facts(found):
 
 
 def endpoints(*pods, ports=(8000,)):
-    return find_endpoints([facts(one) for one in pods], ports, "vllm", ENGINES)
+    return EndpointFinder(ports, "vllm", ENGINES).find(by_name(pods))
+
+
+def by_name(pods):
+    return {one["metadata"]["name"]: facts(one) for one in pods}
 
 
 def one(found, **more):
@@ -203,7 +212,7 @@ def test_annotations(annotations, runtime, events, odd):
 def test_annotations_whose_last_rank_would_have_no_port_are_bad():
     found = endpoints(pod(metadata__annotations={"picker/kv-events": "tcp://*:65535"}), ports=(8000, 8001))
     assert [endpoint.kv_events for endpoint in found.endpoints] == [KvEvents(), KvEvents()]
-    assert found.odd == {"bad_annotation": 2}
+    assert found.odd == {"bad_annotation": 1}
 
 
 def running(**started):
@@ -254,6 +263,49 @@ def test_changes_that_mean_nothing_here_change_no_facts():
     heartbeat = [condition("Ready", "True"), {**condition("PodScheduled", "True"), "lastProbeTime": "later"}]
     changed = pod(metadata__resourceVersion="18", metadata__annotations={"other": "x"}, status__conditions=heartbeat)
     assert facts(changed) == facts(pod())
+
+
+def test_found_again_is_what_is_found_afresh():
+    finder = EndpointFinder((8000,), "vllm", ENGINES)
+    pods = by_name([pod("a", "10.0.0.1"), pod("b", "10.0.0.2"), pod("c", "10.0.0.2", metadata__annotations=None)])
+    first = finder.find(pods)
+    assert finder.find(pods) == first
+    pods["a"] = facts(pod("a", "10.0.0.3"))
+    pods["b"] = facts(pod("b", "10.0.0.2", status__phase="Failed"))
+    again = finder.find(pods)
+    assert [(endpoint.name, endpoint.address) for endpoint in again.endpoints] == [
+        ("a", "10.0.0.3:8000"),
+        ("c", "10.0.0.2:8000"),
+    ]
+    assert (first.odd, again.odd) == ({"duplicate_address": 1}, {})
+    del pods["c"]
+    assert len(finder.find(pods).endpoints) == 1
+    assert finder.find({}).endpoints == ()
+
+
+def test_memory_is_flat_however_much_pods_change():
+    """Counted in blocks that the interpreter has allocated, which knows no noise of the system."""
+    watch = Watch(read_pod, {}, WatchSettings(), random.Random(1))
+    finder = EndpointFinder((8000,), "vllm", ENGINES)
+    pods = [pod(f"pod-{number}", f"10.0.0.{number}") for number in range(1, 51)]
+    watch.page(json.dumps({"metadata": {"resourceVersion": "1"}, "items": pods}).encode(), 0.0)
+    frames = [
+        json.dumps({"type": "MODIFIED", "object": {**one, "status": {**one["status"], "phase": phase}}}).encode()
+        for phase in ("Failed", "Running")
+        for one in pods
+    ]
+
+    def churn(rounds):
+        for _ in range(rounds):
+            for line in frames:
+                watch.frame(line, 0.0)
+            assert len(finder.find(watch.objects).endpoints) == 50
+        gc.collect()
+        return sys.getallocatedblocks()
+
+    before = churn(10)
+    assert churn(100) - before < 200
+    assert watch.frames == 11_000
 
 
 @given(

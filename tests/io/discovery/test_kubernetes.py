@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 
 import pytest
 from structlog.testing import capture_logs
@@ -129,19 +128,6 @@ async def test_another_namespace(cluster, discover, until):
     discovery = discover(namespace="kube-system")
     await until(lambda: discovery.addresses == ["10.9.9.8:8000"])
     assert discovery.told[-1][0].namespace == "kube-system"
-
-
-async def test_changes_arrive_at_once(cluster, discover, until):
-    """Not how long it takes, which says more about the machine, but that nothing waits for a timer: no pause is due."""
-    discovery = discover()
-    await until(lambda: discovery.told)
-    took = []
-    for number in range(10):
-        started = time.monotonic()
-        fill(cluster, 1, start=number)
-        await until(lambda number=number: len(discovery.addresses) == number + 1)
-        took.append(time.monotonic() - started)
-    assert sorted(took)[5] < 0.1
 
 
 async def outage(cluster):
