@@ -10,7 +10,7 @@ from picker.app.envoy import Template, bootstrap
 from tests.support.bodies import chat
 from tests.support.http_client import RawClient, send
 from tests.support.load import load
-from tests.support.picker_process import over, until
+from tests.support.picker_process import KTHENA, over, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -29,7 +29,7 @@ async def test_requests_of_a_dead_engine_go_to_the_fallbacks_and_teach_about_the
     start_picker, start_envoy_here, start_engines
 ):
     engines = await start_engines(3)
-    picker = await start_picker(over(engines))
+    picker = await start_picker(over(engines, scheduler=KTHENA))
     envoy = await start_envoy_here(in_front_of(Template.BUFFERED, picker, engines))
     async with load(envoy.port) as traffic:
         await traffic.more(60)
@@ -63,7 +63,7 @@ async def test_requests_of_a_dead_engine_go_to_the_fallbacks_and_teach_about_the
 @pytest.mark.parametrize("template", Template)
 async def test_an_engine_that_fails_teaches_nothing(start_picker, start_envoy_here, start_engines, template):
     engines = await start_engines(2)
-    picker = await start_picker(over(engines))
+    picker = await start_picker(over(engines, scheduler=KTHENA))
     envoy = await start_envoy_here(in_front_of(template, picker, engines))
     for status in (400, 404, 500, 503):
         for engine in engines:
@@ -137,7 +137,7 @@ async def test_an_engine_that_cuts_its_answers_short_leaves_nothing_behind(start
         for result in await asyncio.gather(*sent, return_exceptions=True):
             assert isinstance(result, EOFError | ConnectionError)
     metrics = await picker.settled()
-    assert metrics("learned_total") == 10
+    assert metrics("learned_total") == 5 * len(Template)
     assert metrics("anomalies_total") == 0
 
 

@@ -14,7 +14,7 @@ from picker.app.envoy import Template, bootstrap
 from tests.support.bodies import chat
 from tests.support.http_client import send
 from tests.support.load import load
-from tests.support.picker_process import over, until
+from tests.support.picker_process import KTHENA, over, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -239,7 +239,7 @@ async def test_a_picker_whose_configuration_is_emptied_keeps_its_endpoints(start
 
 async def test_endpoints_in_the_configuration_change_with_it(start_picker, start_envoy_here, start_engines):
     engines = await start_engines(2)
-    picker = await start_picker(over(engines[:1]))
+    picker = await start_picker(over(engines[:1], scheduler=KTHENA))
     envoy = await start_envoy_here(bootstrap(Template.FULL_DUPLEX, picker=picker.address))
     assert (await send(envoy.port, prompt(1))).headers["x-engine"] == engines[0].address
     picker.write({**picker.config, "endpoints": over(engines)["endpoints"]})

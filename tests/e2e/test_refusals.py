@@ -10,7 +10,7 @@ from picker.app.envoy import Template, bootstrap
 from tests.support.bodies import chat, chat_of
 from tests.support.engine import PIECE
 from tests.support.http_client import RawClient, send
-from tests.support.picker_process import OFTEN, over, until
+from tests.support.picker_process import KTHENA, OFTEN, over, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -49,7 +49,7 @@ async def test_saturated_engines_are_left_alone_until_they_recover(
     engines = await start_engines(2)
     for engine in engines:
         engine.waiting = 10
-    picker = await start_picker(over(engines, exchange={"retryAfterSeconds": 7}, scrape=OFTEN))
+    picker = await start_picker(over(engines, scheduler=KTHENA, exchange={"retryAfterSeconds": 7}, scrape=OFTEN))
     envoy = await start_envoy_here(in_front_of(template, picker, engines))
 
     async def status():

@@ -53,7 +53,7 @@ async def test_a_slow_upload_is_routed_by_all_of_it(shipped, seen):
     assert found.sha256 == sha256(body)
     decision = await decision_on(shipped.picker, found)
     assert decision["prompt_unused"] == ""
-    assert decision["destination"]["of"] == 128
+    assert 25_000 < decision["destination"]["of"] * 4 <= 31_000, "tokens of four bytes"
     assert decision["destination"]["address"] == found.engine.address
 
 
@@ -82,7 +82,7 @@ async def test_request_trailers_reach_the_engine(start_picker, start_envoy_here,
         assert content == body
         assert chunks == b"0\r\nx-checksum: 1\r\n\r\n"
     metrics = await picker.settled()
-    assert metrics("learned_total", success="true") == 2
+    assert metrics("learned_total", success="true") == len(Template)
     assert metrics("anomalies_total") == 0
 
 

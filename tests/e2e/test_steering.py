@@ -12,7 +12,7 @@ from picker.app.envoy import Template, bootstrap, connection_manager
 from tests.support.bodies import chat
 from tests.support.engine import Engine
 from tests.support.http_client import send
-from tests.support.picker_process import OFTEN, over, until
+from tests.support.picker_process import KTHENA, OFTEN, over, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -50,7 +50,7 @@ async def full_engines():
 
 @pytest_asyncio.fixture(loop_scope="session", scope="module")
 async def picker(pickers, full_engines):
-    picker = await pickers(over(full_engines, scrape=OFTEN))
+    picker = await pickers(over(full_engines, scheduler=KTHENA, scrape=OFTEN))
 
     async def scraped():
         return (await picker.metrics())("endpoint_waiting_requests") == 50

@@ -42,6 +42,8 @@ def over(engines: Sequence[Engine], **more: Any) -> dict[str, Any]:
     return {"endpoints": {"static": entries}, "scrape": {"intervalSeconds": 1, "staleSeconds": 10}, **more}
 
 
+KTHENA = {"profile": "kthena"}
+"""The scheduler for tests that look at matched blocks, or at engines that say they are full."""
 OFTEN = {"intervalSeconds": 0.05}
 """Scraping for tests that change what engines say."""
 
