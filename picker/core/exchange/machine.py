@@ -51,7 +51,24 @@ _CONTROL_HEADER: Final[Effects] = (Report(Anomaly.CONTROL_HEADER),)
 _STREAMED: Final[Effects] = (Report(Anomaly.STREAMED_REQUEST_BODY),)
 _TOO_LARGE: Final[Effects] = (Report(Anomaly.BODY_TOO_LARGE),)
 _MODE_UNKNOWN: Final = Report(Anomaly.MODE_UNKNOWN)
-_DUPLEX: Final = BodyMode.FULL_DUPLEX_STREAMED
+# Members of enumerations are looked up once: in Python 3.11 that takes longer than a call.
+(
+    _START,
+    _PROBING,
+    _BUFFERING,
+    _COLLECTING,
+    _DECIDING,
+    _DECIDING_DUPLEX,
+    _PASSING,
+    _ECHOING,
+    _SETTLED,
+    _MOOT,
+    _SILENT,
+) = State
+_MODE_NONE, _MODE_STREAMED, _MODE_BUFFERED, _, _DUPLEX = BodyMode
+_REQUEST: Final = Side.REQUEST
+_COMPLETE: Final = BodyState.COMPLETE
+_STREAM_END: Final = LearnedOn.STREAM_END
 _NO_TUNNEL: Final = Immediate(405, b"", details="picker_no_tunnel")
 """The answer to CONNECT: no engine serves it, and Envoy would wait for the end of a body that a tunnel never has."""
 _NO_HEADERS: Final[Mapping[str, bytes]] = MappingProxyType({})
@@ -107,7 +124,7 @@ class Exchange:
         self._assumed_request_body = assumed_request_body
         self._mode_grace_seconds = mode_grace_seconds
         self._wants_response_body = wants_response_body
-        self.state = State.START
+        self.state = _START
         self._headers = _NO_HEADERS
         self._control: tuple[str, ...] = ()
         self._subset: tuple[str, ...] | None = None
@@ -151,14 +168,14 @@ class Exchange:
             self._fall_silent()
             return (Immediate(outcome.status, outcome.body, outcome.headers, outcome.details),)
         self._response.routed = self._destination_sent = True
-        if state is State.DECIDING:
+        if state is _DECIDING:
             return self._answer_owed(outcome)
         return self._flush(outcome)
 
     def _fall_silent(self) -> None:
         self._owed = []
         self._chunks = []
-        self.state = State.SILENT
+        self.state = _SILENT
 
     # Request headers
 
@@ -173,19 +190,19 @@ class Exchange:
         if event.headers.get(":method") == b"CONNECT":
             self._fall_silent()
             return (*reports, _NO_TUNNEL)
-        if event.end_of_stream or mode is BodyMode.NONE:
+        if event.end_of_stream or mode is _MODE_NONE:
             self._body_over = event.end_of_stream
             return reports + self._decide(BodyState.NONE, self._headers_answer())
         if mode is _DUPLEX:
-            self.state = State.COLLECTING
+            self.state = _COLLECTING
             return reports
-        if mode is BodyMode.STREAMED:
+        if mode is _MODE_STREAMED:
             return reports + _STREAMED + self._decide(BodyState.STREAMED, self._headers_answer())
         if mode is None:
             self._owed = list(self._headers_answer())
-            self.state = State.PROBING
+            self.state = _PROBING
             return (*reports, _MODE_UNKNOWN, Arm(self._mode_grace_seconds))
-        self.state = State.BUFFERING
+        self.state = _BUFFERING
         return reports + self._headers_answer()
 
     def _agree(self, protocol: ProtocolConfig | None) -> BodyMode | None:
@@ -200,13 +217,13 @@ class Exchange:
     def _want_response_body(self) -> None:
         mode = self._mode
         # In full duplex Envoy heeds no wish. Whether it does elsewhere is seen when a body comes, or none.
-        if self._response.mode is BodyMode.NONE and mode is not None and mode is not _DUPLEX:
-            self._modes_wanted = ProtocolConfig(mode, BodyMode.STREAMED)
+        if self._response.mode is _MODE_NONE and mode is not None and mode is not _DUPLEX:
+            self._modes_wanted = ProtocolConfig(mode, _MODE_STREAMED)
             self._response.mode = None
 
     def _headers_answer(self) -> Effects:
         if self._control or self._modes_wanted:
-            return (HeadersReply(Side.REQUEST, self._control, modes=self._modes_wanted),)
+            return (HeadersReply(_REQUEST, self._control, modes=self._modes_wanted),)
         return (_HEADERS,)
 
     def _headers_while_withheld(self, _event: RequestHeaders) -> Effects:
@@ -216,41 +233,41 @@ class Exchange:
         control = _control_headers(event.headers)
         if self._destination_sent:
             control = tuple(name for name in control if name != DESTINATION)
-        return (*_UNEXPECTED, HeadersReply(Side.REQUEST, control))
+        return (*_UNEXPECTED, HeadersReply(_REQUEST, control))
 
     # The mode, by evidence
 
     def _duplex_by_evidence(self, event: RequestBody | RequestTrailers) -> Effects:
         self._mode = self._response.mode = _DUPLEX
         self._owed = []
-        self.state = State.COLLECTING
+        self.state = _COLLECTING
         return self.receive(event)
 
     def _buffered_by_silence(self, _event: TimerFired | None = None) -> Effects:
-        self._mode = BodyMode.BUFFERED
+        self._mode = _MODE_BUFFERED
         self._mode_guessed = True
         answers, self._owed = self._owed, []
-        self.state = State.BUFFERING
+        self.state = _BUFFERING
         return tuple(answers)
 
     def _body_without_headers(self, event: RequestBody) -> Effects:
         mode = self._agree(event.protocol)
         if mode is _DUPLEX:
             # A body piece cannot carry a destination, so there is nothing to decide.
-            self.state = State.ECHOING
-        elif mode is BodyMode.NONE or mode is BodyMode.STREAMED:
-            self.state = State.PASSING
+            self.state = _ECHOING
+        elif mode is _MODE_NONE or mode is _MODE_STREAMED:
+            self.state = _PASSING
         elif mode is None:
             self._buffered_by_silence()
         else:
-            self.state = State.BUFFERING
+            self.state = _BUFFERING
         return _UNEXPECTED + self.receive(event)
 
     # The decision
 
     def _decide(self, body_state: BodyState, owed: Effects, body: bytes = b"") -> Effects:
         self._owed = list(owed)
-        self.state = State.DECIDING
+        self.state = _DECIDING
         return self._ask(body_state, body)
 
     def _ask(self, body_state: BodyState, body: bytes) -> Effects:
@@ -262,19 +279,19 @@ class Exchange:
 
     def _answer_owed(self, routed: Routed) -> Effects:
         (first, *rest), self._owed = self._owed, []
-        self.state = State.SETTLED if self._mode is _DUPLEX else State.PASSING
+        self.state = _SETTLED if self._mode is _DUPLEX else _PASSING
         if type(first) is HeadersReply:
             return (self._headers_with(routed), *rest)
         if type(first) is BodyReply:
-            return (BodyReply(Side.REQUEST, (), routed.destination, routed.set_headers, routed.body), *rest)
-        return (TrailersReply(Side.REQUEST, routed.destination), *rest)
+            return (BodyReply(_REQUEST, (), routed.destination, routed.set_headers, routed.body), *rest)
+        return (TrailersReply(_REQUEST, routed.destination), *rest)
 
     def _headers_with(self, routed: Routed) -> HeadersReply:
         control = self._control
         if control:
             ours = {DESTINATION, *(name for name, _ in routed.set_headers)}
             control = tuple(name for name in control if name not in ours)
-        return HeadersReply(Side.REQUEST, control, routed.destination, self._modes_wanted, routed.set_headers)
+        return HeadersReply(_REQUEST, control, routed.destination, self._modes_wanted, routed.set_headers)
 
     def _owe_body(self, event: RequestBody) -> Effects:
         if self._mode is not _DUPLEX:
@@ -289,13 +306,13 @@ class Exchange:
     def _overtaken(self, event: ResponseHeaders | ResponseBody | ResponseTrailers) -> Effects:
         if type(event) is ResponseHeaders and informational(event.status):
             return _ANSWER_RESPONSE_HEADERS
-        if self.state is State.START:
+        if self.state is _START:
             self._agree(event.protocol)
         answers, self._owed = self._owed, []
         self._chunks = []
         # After PROBING the mode is still unknown: any answer to a body might be of the wrong shape.
-        silent = self._mode is _DUPLEX or self.state is State.PROBING
-        self.state = State.MOOT if silent else State.PASSING
+        silent = self._mode is _DUPLEX or self.state is _PROBING
+        self.state = _MOOT if silent else _PASSING
         return (*answers, *self.receive(event))
 
     # Request body and trailers outside full duplex
@@ -304,9 +321,9 @@ class Exchange:
         if event.subset is not None:
             self._subset = event.subset
         # BUFFERED without end_of_stream: trailers follow. Elsewhere: the rest is not sent to us.
-        whole = event.end_of_stream or (self._mode is BodyMode.BUFFERED and not self._mode_guessed)
+        whole = event.end_of_stream or (self._mode is _MODE_BUFFERED and not self._mode_guessed)
         self._body_over = whole
-        return self._decide(BodyState.COMPLETE if whole else BodyState.TRUNCATED, _ANSWER_BODY, event.data)
+        return self._decide(_COMPLETE if whole else BodyState.TRUNCATED, _ANSWER_BODY, event.data)
 
     def _trailers_for_body(self, _event: RequestTrailers) -> Effects:
         self._body_over = True
@@ -320,7 +337,7 @@ class Exchange:
             return _DUPLICATE
         if event.end_of_stream:
             self._body_over = True
-        return _NOTHING if self._mode is BodyMode.STREAMED else _UNEXPECTED
+        return _NOTHING if self._mode is _MODE_STREAMED else _UNEXPECTED
 
     def _pass_trailers(self, _event: RequestTrailers) -> Effects:
         self._body_over = True
@@ -328,9 +345,9 @@ class Exchange:
 
     def _unexpected_trailers(self, event: RequestTrailers) -> Effects:
         self._body_over = True
-        if self.state is State.START:
+        if self.state is _START:
             self._agree(event.protocol)
-            self.state = State.PASSING
+            self.state = _PASSING
         return _UNEXPECTED + _ANSWER_TRAILERS
 
     # Request body and trailers in full duplex
@@ -340,17 +357,17 @@ class Exchange:
         if self._size > self._max_body_bytes:
             return _TOO_LARGE + self._decide_collected(BodyState.TRUNCATED)
         if self._body_over:
-            return self._decide_collected(BodyState.COMPLETE)
+            return self._decide_collected(_COMPLETE)
         return _NOTHING
 
     def _collected_by_trailers(self, _event: RequestTrailers) -> Effects:
         self._trailers_seen = True
-        return self._decide_collected(BodyState.COMPLETE)
+        return self._decide_collected(_COMPLETE)
 
     def _decide_collected(self, body_state: BodyState) -> Effects:
         if len(self._chunks) > 1:
             self._chunks = [b"".join(self._chunks)]
-        self.state = State.DECIDING_DUPLEX
+        self.state = _DECIDING_DUPLEX
         return self._ask(body_state, self._chunks[0] if self._chunks else b"")
 
     def _keep(self, event: RequestBody) -> Effects:
@@ -379,21 +396,21 @@ class Exchange:
             chunks = [b""]
         last = len(chunks) - 1
         for index, chunk in enumerate(chunks):
-            effects += pieces(Side.REQUEST, chunk, end_of_stream=over and index == last)
+            effects += pieces(_REQUEST, chunk, end_of_stream=over and index == last)
         if self._trailers_seen:
             effects.append(_TRAILERS)
-        self.state = State.SETTLED if self._body_over or self._trailers_seen else State.ECHOING
+        self.state = _SETTLED if self._body_over or self._trailers_seen else _ECHOING
         return tuple(effects)
 
     def _echo(self, event: RequestBody) -> Effects:
         if event.end_of_stream:
             self._body_over = True
-            self.state = State.SETTLED
-        return pieces(Side.REQUEST, event.data, end_of_stream=event.end_of_stream)
+            self.state = _SETTLED
+        return pieces(_REQUEST, event.data, end_of_stream=event.end_of_stream)
 
     def _echoed_by_trailers(self, _event: RequestTrailers) -> Effects:
         self._body_over = True
-        self.state = State.SETTLED
+        self.state = _SETTLED
         return _ANSWER_TRAILERS
 
     def _settled_body(self, _event: RequestBody) -> Effects:
@@ -412,7 +429,7 @@ class Exchange:
 
     def _end(self, _event: StreamEnded) -> Effects:
         self._fall_silent()
-        return self._response.finish(LearnedOn.STREAM_END)
+        return self._response.finish(_STREAM_END)
 
 
 _ROWS: Final[Mapping[State, Mapping[type, Callable[[Exchange, Any], Effects]]]] = {

@@ -29,6 +29,11 @@ _HEADERS: Final[Effects] = (HeadersReply(Side.RESPONSE),)
 _BODY: Final[Effects] = (BodyReply(Side.RESPONSE),)
 _FIRST_CHUNK: Final[Effects] = (FirstChunk(),)
 _TRAILERS: Final[Effects] = (TrailersReply(Side.RESPONSE),)
+# Members of enumerations are looked up once: in Python 3.11 that takes longer than a call.
+_MODE_NONE: Final = BodyMode.NONE
+_DUPLEX: Final = BodyMode.FULL_DUPLEX_STREAMED
+_RESPONSE: Final = Side.RESPONSE
+_RESPONSE_BODY: Final = LearnedOn.RESPONSE_BODY
 _UNEXPECTED: Final[Effects] = (Report(Anomaly.UNEXPECTED_MESSAGE),)
 _DUPLICATE: Final[Effects] = (Report(Anomaly.DUPLICATE_END_OF_STREAM),)
 
@@ -78,17 +83,17 @@ class ResponseHalf:
             effects += (Answered(event.status, event.headers),)
         if event.end_of_stream:
             self._over = True
-            return effects + self.finish(LearnedOn.RESPONSE_BODY)
+            return effects + self.finish(_RESPONSE_BODY)
         return effects
 
     def body(self, event: ResponseBody) -> Effects:
         """Answer a piece of the body in the shape of the mode."""
-        duplex = self.mode is BodyMode.FULL_DUPLEX_STREAMED
+        duplex = self.mode is _DUPLEX
         if self._over:
             return _DUPLICATE if duplex else _DUPLICATE + _BODY
         if duplex:
-            effects = pieces(Side.RESPONSE, event.data, end_of_stream=event.end_of_stream)
-        elif self.mode is BodyMode.NONE:
+            effects = pieces(_RESPONSE, event.data, end_of_stream=event.end_of_stream)
+        elif self.mode is _MODE_NONE:
             effects = _UNEXPECTED + _BODY
         else:
             effects = _BODY
@@ -98,7 +103,7 @@ class ResponseHalf:
                 effects += _FIRST_CHUNK
         if event.end_of_stream:
             self._over = True
-            return effects + self.finish(LearnedOn.RESPONSE_BODY)
+            return effects + self.finish(_RESPONSE_BODY)
         return effects
 
     def trailers(self, event: ResponseTrailers) -> Effects:
