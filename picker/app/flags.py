@@ -20,13 +20,11 @@ from msgspec import Struct
 from picker.app.certificates import certificate_source
 from picker.app.config import Loaded, load_file
 from picker.app.config import load as load_text
+from picker.app.quantities import seconds, size
 from picker.core.engine_page import NAMES
 from picker.core.kubernetes.pools import MOST_PORTS, PoolGroup, read_selector
 from picker.core.strict import Findings
 
-_SECONDS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)(h|ms|m|s|us|µs|ns)")
-_BYTES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 _BOOLEANS = {
     **dict.fromkeys(("1", "t", "T", "true", "TRUE", "True"), True),
     **dict.fromkeys(("0", "f", "F", "false", "FALSE", "False"), False),
@@ -68,20 +66,6 @@ def _port(text: str) -> int:
 
 def _listening(text: str) -> str:
     return f"0.0.0.0:{_port(text)}"
-
-
-def _seconds(text: str) -> float:
-    parts = _DURATION.findall(text)
-    if not parts or "".join(number + unit for number, unit in parts) != text:
-        raise ValueError("is not a duration; give one such as 50ms or 1m30s")
-    return round(sum(float(number) * _SECONDS[unit] for number, unit in parts), 9)
-
-
-def _bytes(text: str) -> int:
-    found = re.fullmatch(r"(\d{1,12})(k|M|G|Ki|Mi|Gi|)B?", text.strip())
-    if found is None:
-        raise ValueError("is not a size; give one such as 16MiB")
-    return int(found[1]) * _BYTES[found[2]]
 
 
 def _ports(text: str) -> list[int]:
@@ -144,10 +128,10 @@ _FLAGS: Mapping[str, _Flag] = {
     "grpc-port": _Flag(_listening, "listen.extproc", "port of ext_proc and health"),
     "grpc-health-port": _Flag(_listening, "listen.admin", "port of the admin service and health"),
     "metrics-port": _Flag(_listening, "listen.http", "port of metrics and debug pages"),
-    "drain-timeout": _Flag(_seconds, "listen.drainSeconds", "how long open streams may take after SIGTERM, as 30s"),
-    "grpc-max-recv-msg-size": _Flag(_bytes, "listen.maxMessageBytes", "largest ext_proc message, as 16MiB"),
-    "refresh-metrics-interval": _Flag(_seconds, "scrape.intervalSeconds", "time between two readings of an engine"),
-    "metrics-staleness-threshold": _Flag(_seconds, "scrape.staleSeconds", "age from which on load is unknown"),
+    "drain-timeout": _Flag(seconds, "listen.drainSeconds", "how long open streams may take after SIGTERM, as 30s"),
+    "grpc-max-recv-msg-size": _Flag(size, "listen.maxMessageBytes", "largest ext_proc message, as 16MiB"),
+    "refresh-metrics-interval": _Flag(seconds, "scrape.intervalSeconds", "time between two readings of an engine"),
+    "metrics-staleness-threshold": _Flag(seconds, "scrape.staleSeconds", "age from which on load is unknown"),
     "model-server-metrics-path": _Flag(str, "scrape.path", "path of the engines' metrics"),
     "zap-encoder": _Flag(_encoder, "log.format", "json or console"),
     "zap-log-level": _Flag(_zap_level, "log.level", "least severe messages that are logged"),

@@ -313,24 +313,69 @@ def test_an_adapter_is_a_matter_of_filtering():
 # What is different, and what is wrong
 
 
+def test_a_plugin_that_does_nothing_here_is_a_warning():
+    (warning,) = translated(DEFAULT.replace("max-score-picker", "weighted-random-picker")).warnings
+    assert warning.startswith("schedulingProfiles[0].plugins[3]: weighted-random-picker has no effect: ")
+
+
+SATURATION = {
+    "by default": ("", {"max_waiting_requests": 5, "max_kv_usage": 0.8}),
+    "as the section says": (
+        "saturationDetector: {queueDepthThreshold: 7, kvCacheUtilThreshold: 0.9, metricsStalenessThreshold: 200ms}",
+        {"max_waiting_requests": 7, "max_kv_usage": 0.9},
+    ),
+    "and a plugin": (
+        "saturationDetector: {pluginRef: utilization-detector}",
+        {"max_waiting_requests": 9, "max_kv_usage": 0.8},
+    ),
+}
+
+
+@pytest.mark.parametrize(("section", "expected"), SATURATION.values(), ids=SATURATION)
+def test_saturation_is_what_it_is_there(section, expected):
+    plugin = "- {type: utilization-detector, parameters: {queueDepthThreshold: 9}}\n"
+    document = DEFAULT.replace(
+        "- type: max-score-picker\n", plugin + "- type: max-score-picker\n", "pluginRef" in section
+    )
+    admission = translated(f"{document}{section}\n").config.admission
+    assert {name: getattr(admission, name) for name in expected} == expected
+    assert not admission.queue.enabled
+
+
 @pytest.mark.parametrize(
-    "section",
+    ("sections", "waits", "most"),
     [
-        "featureGates: [flowControl]",
-        "flowControl: {maxBytes: 1000}",
-        "saturationDetector: {queueDepthThreshold: 5}",
+        ("featureGates: [flowControl]", 60.0, 1000),
+        ("featureGates: [flowControl=true]\nflowControl: {maxRequests: 50, defaultRequestTTL: 1m30s}", 90.0, 50),
     ],
 )
-def test_what_is_done_differently_is_a_warning(section):
-    (warning,) = translated(f"{DEFAULT}{section}\n").warnings
-    assert warning.startswith(section.partition(":")[0])
-    assert "has no effect: " in warning
+def test_requests_wait_where_flow_control_is_on(sections, waits, most):
+    queue = translated(f"{DEFAULT}{sections}\n").config.admission.queue
+    assert (queue.enabled, queue.max_seconds, queue.max_requests) == (True, waits, most)
+
+
+def test_sizes_are_those_of_kubernetes():
+    document = f"{DEFAULT}featureGates: [flowControl]\nflowControl: {{maxBytes: 64Mi}}\n"
+    assert translated(document).config.admission.queue.max_bytes == 64 * 1024 * 1024
+
+
+def test_sessions_by_their_producer():
+    plugins = [
+        {"type": "session-prefix-cache-producer"},
+        {"type": "prefix-cache-scorer", "parameters": {"prefixMatchInfoProducerName": "session-prefix-cache-producer"}},
+        {"type": "queue-scorer"},
+    ]
+    loaded = translated(HEADER + yaml.safe_dump({"plugins": plugins}))
+    assert scorers(loaded) == {"prefix-cache-scorer": 1, "queue": 1}
+    named = arguments(loaded, "prefix-cache-scorer")["prefixMatchInfoProducerName"]
+    assert named == "session-prefix-cache-producer"
 
 
 @pytest.mark.parametrize(
     "section",
     [
         "featureGates: [flowControl=false, haPopulateNonLeaderDatastore=true]",
+        "flowControl: {maxBytes: 1000}",
         "dataLayer: {sources: [{pluginRef: metrics-data-source}]}",
         "requestHandler: {parsers: [{pluginRef: openai-parser}]}",
     ],

@@ -6,7 +6,7 @@ what would send requests to the wrong endpoints is refused with what to do inste
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from picker.app.migration.endpoint_picker_plugins import APPROXIMATE, PLUGINS, Parameter, Role, Theirs
 from picker.app.migration.mapped import Mapped
+from picker.app.quantities import seconds, size
 from picker.core.plugins.profiles import PROFILES, ProfileName
 from picker.core.plugins.registry import PLUGINS as OURS
 from picker.core.strict import Findings, child, decode, suggest
@@ -28,6 +29,7 @@ _API_VERSIONS = (
 _PRECISE = ("precise-prefix-cache-producer", "precise-prefix-cache-scorer")
 _APPROXIMATE = "approx-prefix-cache-producer"
 _SESSION = "session-prefix-cache-producer"
+_BY_NAME = "prefix-cache-scorer"
 _STAGES = {"prefill", "decode"}
 _UNCHECKED: Mapping[str, str] = {
     "dataLayer": "endpoints and their metrics are read as `endpoints` and `scrape` say",
@@ -35,10 +37,16 @@ _UNCHECKED: Mapping[str, str] = {
     "parser": "requests are told apart by their path",
     "engineConfigs": "which engine a pod runs is told by its label",
 }
-_WITHOUT_QUEUES: Mapping[str, str] = {
-    "flowControl": "requests are not held back here: they queue in the engines",
-    "saturationDetector": "requests are refused with 429 only where a filter finds every endpoint saturated",
+_DETECTOR = "utilization-detector"
+_SATURATED = {"maxWaitingRequests": 5, "maxKvUsage": 0.8}
+"""When an endpoint is saturated there, unless told otherwise."""
+_QUEUE: Mapping[str, tuple[str, Callable[[str], Any]]] = {
+    "maxBytes": ("maxBytes", size),
+    "maxRequests": ("maxRequests", size),
+    "defaultRequestTTL": ("maxSeconds", seconds),
 }
+_WAITS = 60.0
+"""How long a request waits there, unless told otherwise, in seconds."""
 _GATES = ("flowControl", "haPopulateNonLeaderDatastore", "dataLayer", "prepareDataPlugins", "enableLegacyMetrics")
 _DEFAULT_WEIGHT = 1.0
 _LEAST_BLOCK_TOKENS = 64
@@ -73,6 +81,13 @@ class _Config(Struct, frozen=True, rename="camel"):
     flow_control: Mapping[str, Any] = {}
     saturation_detector: Mapping[str, Any] = {}
 
+    @property
+    def queues(self) -> bool:
+        """Whether requests wait in front of a saturated pool."""
+        return any(
+            gate.partition("=")[0] == "flowControl" and not gate.endswith("=false") for gate in self.feature_gates
+        )
+
 
 def translate(data: Mapping[str, Any], findings: Findings) -> tuple[dict[str, Any], tuple[Mapped, ...]]:
     """The same in the picker's shape, and what became of each part; `findings` has what is wrong or different."""
@@ -97,6 +112,7 @@ class _Translation:
         self._arguments: dict[str, dict[str, Any]] = {}
         self._disaggregation: dict[str, Any] = {}
         self._exchange: dict[str, Any] = {}
+        self._admission: dict[str, Any] = dict(_SATURATED)
         self._mapped: list[Mapped] = []
 
     def run(self, data: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Mapped, ...]]:
@@ -112,6 +128,8 @@ class _Translation:
                 self._use(*known, reference.weight, path)
         self._separate()
         self._know_prefixes()
+        self._saturate()
+        self._queue()
         self._say_what_is_left(used)
         self._say_sections(data)
         if self._findings.problems:
@@ -124,7 +142,8 @@ class _Translation:
                 "Score": {"enabled": [{"name": name, "weight": weight} for name, weight in self._scorers.items()]},
             },
         }
-        return {"scheduler": scheduler, "exchange": self._exchange}, tuple(self._mapped)
+        ours = {"scheduler": scheduler, "exchange": self._exchange, "admission": self._admission}
+        return ours, tuple(self._mapped)
 
     def _declare(self) -> None:
         for index, plugin in enumerate(self._config.plugins):
@@ -180,7 +199,7 @@ class _Translation:
                 self._filters.append(theirs.ours)
                 self._mapped.append(Mapped(plugin.type, f"{theirs.ours}, a filter", theirs.remark))
                 self._arguments.update(self._take(theirs, plugin, child(where, "parameters")))
-            case Role.DECIDER:
+            case Role.DECIDER | Role.DETECTOR:
                 pass
             case Role.PREFIX:
                 self._prefix(plugin, weight, path, child(where, "parameters"))
@@ -234,7 +253,8 @@ class _Translation:
             self._precise(scorer, producer, weight, path, where)
             return
         if producer.type == _SESSION:
-            self._score(scorer.type, _SESSION, weight, path, "the part of the conversation that an endpoint holds")
+            self._score(scorer.type, _BY_NAME, weight, path, "the part of the conversation that an endpoint holds")
+            self._arguments[_BY_NAME] = {"prefixMatchInfoProducerName": _SESSION}
             return
         self._score(scorer.type, "prefix-cache", weight, path, "matches bytes, four a token")
         self._arguments["prefix-cache"] = self._approximate(scorer.parameters, parameters)
@@ -242,10 +262,9 @@ class _Translation:
     def _approximate(self, own: Mapping[str, Any], path: str) -> dict[str, Any]:
         """The arguments of `prefix-cache`, from those of the producer there and of a scorer that is one itself."""
         given: dict[str, Any] = {}
-        for where, plugin in self._plugins.values():
-            if plugin.type == _APPROXIMATE:
-                given |= plugin.parameters
-                path = child(where, "parameters") if not own else path
+        for where, plugin in self._of_type(_APPROXIMATE):
+            given |= plugin.parameters
+            path = path if own else child(where, "parameters")
         given |= own
         defaults = msgspec.structs.asdict(PROFILES[ProfileName.LLM_D].args["prefix-cache"])
         arguments = defaults | self._arguments_of(APPROXIMATE, given, path)
@@ -295,12 +314,47 @@ class _Translation:
     def _know_prefixes(self) -> None:
         """Plugins that go by what a prompt means to endpoints need someone who knows, as there without being told."""
         used = (*self._filters, *self._scorers)
-        if {"prefix-cache", "kvcache-aware"}.isdisjoint(used) and any(OURS[name].counts_work for name in used):
+        if {"prefix-cache", "kvcache-aware", _BY_NAME}.isdisjoint(used) and any(
+            OURS[name].counts_work for name in used
+        ):
             for path, plugin in self._plugins.values():
                 if plugin.type in _PRECISE:
                     self._arguments["kvcache-aware"] = self._events(plugin, path)
                     return
             self._arguments["prefix-cache"] = self._approximate({}, "plugins")
+
+    def _saturate(self) -> None:
+        """When an endpoint is saturated: as a plugin says, or the section of older versions."""
+        said = [(child(path, "parameters"), plugin.parameters) for path, plugin in self._of_type(_DETECTOR)]
+        section = {key: value for key, value in self._config.saturation_detector.items() if key != "pluginRef"}
+        for path, given in (*said, ("saturationDetector", section)):
+            self._admission |= self._arguments_of(PLUGINS[_DETECTOR].parameters, given, path)
+        shown = ", ".join(f"{key}: {value}" for key, value in self._admission.items())
+        self._mapped.append(Mapped(_DETECTOR, f"admission: {shown}", "who is turned away or waits, while all are"))
+
+    def _queue(self) -> None:
+        """Requests wait where the feature is on; its section says for how long and how many."""
+        given = self._config.flow_control
+        if not self._config.queues:
+            if given:
+                self._mapped.append(Mapped("flowControl", "", "is off there without its feature gate, and here"))
+            return
+        queue: dict[str, Any] = {"enabled": True, "maxSeconds": _WAITS}
+        for key, value in given.items():
+            if key not in _QUEUE:
+                self._mapped.append(Mapped(child("flowControl", key), "", "has no counterpart"))
+                continue
+            ours, read = _QUEUE[key]
+            try:
+                queue[ours] = read(str(value))
+            except ValueError as error:
+                self._findings.add(child("flowControl", key), str(error), value)
+        self._admission["queue"] = queue
+        shown = ", ".join(f"{key}: {value}" for key, value in queue.items())
+        self._mapped.append(Mapped("featureGates: flowControl", f"admission.queue: {shown}"))
+
+    def _of_type(self, type_: str) -> list[tuple[str, _Plugin]]:
+        return [each for each in self._plugins.values() if each[1].type == type_]
 
     def _pick_more(self, plugin: _Plugin, path: str) -> None:
         """How many endpoints a picker names becomes how many fallbacks follow the first."""
@@ -316,7 +370,7 @@ class _Translation:
     def _say_what_is_left(self, used: set[str]) -> None:
         for name, (_, plugin) in self._plugins.items():
             theirs = PLUGINS[plugin.type]
-            if name not in used and theirs.role not in {Role.REFUSED, Role.DECIDER}:
+            if name not in used and theirs.role not in {Role.REFUSED, Role.DECIDER, Role.DETECTOR}:
                 built_in = theirs.role is Role.BUILT_IN
                 self._mapped.append(Mapped(name, "", theirs.remark or "built in" if built_in else "in no profile"))
 
@@ -324,17 +378,13 @@ class _Translation:
         for key, why in _UNCHECKED.items():
             if key in data:
                 self._mapped.append(Mapped(key, "", why))
-        for key, why in _WITHOUT_QUEUES.items():
-            if key in data:
-                self._findings.warn(key, f"has no effect: {why}")
-                self._mapped.append(Mapped(key, "", why))
         for index, gate in enumerate(self._config.feature_gates):
-            name, _, state = gate.partition("=")
+            name = gate.partition("=")[0]
             path = child("featureGates", index)
             if name not in _GATES:
                 self._findings.add(path, "is a feature that is not known here", gate, suggest(name, _GATES))
-            elif name == "flowControl" and state != "false" and name not in data:
-                self._findings.warn(path, f"has no effect: {_WITHOUT_QUEUES[name]}")
+            elif name == "flowControl":
+                continue
             self._mapped.append(Mapped(f"featureGates: {gate}", "", "has no counterpart"))
 
 

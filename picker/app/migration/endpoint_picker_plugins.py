@@ -21,6 +21,8 @@ class Role(Enum):
     """A scorer of cached prefixes, by whichever producer knows them."""
     DECIDER = "decider"
     """Says which prompts are computed apart from where they are answered."""
+    DETECTOR = "detector"
+    """Says when an endpoint is saturated."""
     BUILT_IN = "built in"
     """The picker does it without being told."""
     IGNORED = "ignored"
@@ -52,7 +54,8 @@ _PARSER = Theirs(Role.BUILT_IN, remark="requests are told apart by their path")
 _ROLES = "the label llm-d.ai/role of endpoints decides"
 _NO_ENCODING = "encoding is not separated here: keep it in the endpoints that prefill"
 _STICKY = "name the header or cookie of sessions in the picker's own sessionSticky"
-_NO_ADMISSION = "no request is turned away by priority; all are when every endpoint is saturated"
+_MEASURED = "saturation is told by waiting requests, KV usage and queued tokens: `admission`"
+_TURNS = "by priority, then flows take turns, then first come, first served"
 
 PLUGINS: Mapping[str, Theirs] = {
     # scorers
@@ -152,19 +155,29 @@ PLUGINS: Mapping[str, Theirs] = {
         Theirs(Role.IGNORED, remark="requests of these protocols are routed by load"),
     ),
     # saturation, admission, fairness
+    "utilization-detector": Theirs(
+        Role.DETECTOR,
+        parameters={
+            "queueDepthThreshold": Parameter("maxWaitingRequests"),
+            "kvCacheUtilThreshold": Parameter("maxKvUsage"),
+            "metricsStalenessThreshold": Parameter(),
+            "headroom": Parameter(),
+        },
+    ),
+    "concurrency-detector": Theirs(Role.IGNORED, remark=_MEASURED),
+    "probabilistic-admitter": Theirs(Role.IGNORED, remark="sheddable requests are refused while the pool is saturated"),
     **dict.fromkeys(
         (
-            "utilization-detector",
-            "concurrency-detector",
-            "probabilistic-admitter",
             "global-strict-fairness-policy",
             "round-robin-fairness-policy",
             "fcfs-ordering-policy",
-            "edf-ordering-policy",
             "static-usage-limit-policy",
-            "eviction-sheddable-filter",
         ),
-        Theirs(Role.IGNORED, remark=_NO_ADMISSION),
+        Theirs(Role.BUILT_IN, remark=_TURNS),
+    ),
+    **dict.fromkeys(
+        ("edf-ordering-policy", "slo-deadline-ordering-policy", "eviction-sheddable-filter"),
+        Theirs(Role.IGNORED, remark=_TURNS),
     ),
     **dict.fromkeys(
         ("predicted-latency-producer", "latency-scorer", "latency-slo-admitter", "slo-headroom-tier-filter"),
