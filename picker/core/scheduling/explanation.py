@@ -41,10 +41,11 @@ def _rating(decision: Decision, at: int) -> str:
     if not decision.plugins:
         return "No plugin rates endpoints."
     if work is None or not _by_cost(decision):
-        return f"{name} has {decision.totals[at]:.4g} of {sum(100 * plugin.weight for plugin in decision.plugins):g} points."
+        return f"{name} has {decision.totals[at]:,.6g} of {sum(100 * plugin.weight for plugin in decision.plugins):g} points."
+    running = int(decision.in_flight[at])
     return (
         f"{name} costs {decision.costs[at]:,.0f} tokens: it lacks {work.uncached[at]:,.0f} of the prompt's "
-        f"{work.prompt:,.0f}, {decision.queued[at]:,.0f} are queued there, and {decision.in_flight[at]} requests are in flight."
+        f"{work.prompt:,.0f}, and has {decision.queued[at]:,.0f} queued and {running} request{'s' * (running != 1)} in flight."
     )
 
 
@@ -54,10 +55,10 @@ def _by_cost(decision: Decision) -> bool:
 
 
 def _among_equals(decision: Decision, at: int, fewest: int, count: int) -> str:
-    others = "one other is" if count == 1 else f"{count} others are"
+    others = "One other is" if count == 1 else f"{count} others are"
     if decision.in_flight[at] < fewest:
-        return f"{others.capitalize()} as good, but has more requests in flight."
-    return f"{others.capitalize()} as good; chance decided."
+        return f"{others} as good, with more requests in flight."
+    return f"{others} as good; chance decided."
 
 
 def _lead(decision: Decision, at: int, second: int) -> str:
@@ -70,4 +71,4 @@ def _lead(decision: Decision, at: int, second: int) -> str:
         if plugin.scores is not None
     }
     best = max(leads, key=leads.__getitem__)
-    return f"The next best is {name}, with {decision.totals[second]:.4g}; what counts most is {best}."
+    return f"The next best is {name}, with {decision.totals[second]:,.6g}; what counts most is {best}."
