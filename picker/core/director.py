@@ -100,6 +100,11 @@ class Director:
         """Whether any decision may have to wait for something."""
         return self.preparation is not None or (self.sticky is not None and self.sticky.lookup is not None)
 
+    @property
+    def wants_replies(self) -> bool:
+        """Whether a producer in force learns from what engines reply."""
+        return any(getattr(producer, "wants_replies", False) for producer in self.scheduler.producers)
+
     def prepare(self, asked: Decide, request: Request) -> list[Awaitable[Mapping[str, Any]]]:
         """Return what will give, within `decision_seconds`, all of `Request.prepared`; empty: there is nothing to wait for."""
         preparations = [self.preparation] if self.preparation is not None and request.prompt.unused is None else []

@@ -84,6 +84,7 @@ class SessionPrefixCacheProducer:
     """Matches conversations against what was sent where, and what engines said of it."""
 
     name = NAME
+    wants_replies = True
 
     def __init__(self, args: SessionPrefixCacheArgs, on_evict: Callable[[str, int], None] | None = None) -> None:  # noqa: ARG002
         args = args.effective()

@@ -24,13 +24,17 @@ LINGER_SECONDS = 1.0
 
 
 class Expected:
-    """A routed request whose response may be observed. `path` is the request's, `began` is told when the body begins."""
+    """A routed request whose response may be observed.
 
-    __slots__ = ("_finish", "_over", "_timer", "_usage", "began", "observed", "path")
+    `path` is the request's, `keep_reply` whether the reply is wanted, `began` is told when the body begins.
+    """
 
-    def __init__(self, path: str, began: Callable[[], None]) -> None:
+    __slots__ = ("_finish", "_over", "_timer", "_usage", "began", "keep_reply", "observed", "path")
+
+    def __init__(self, path: str, began: Callable[[], None], *, keep_reply: bool) -> None:
         self.path = path
         self.began = began
+        self.keep_reply = keep_reply
         self.observed = False
         self._over = False
         self._usage: Usage | None = None
@@ -78,7 +82,7 @@ class Observations:
         self._telemetry = telemetry
         self._expected: dict[str, Expected] = {}
 
-    def expect(self, request_id: str, path: str, began: Callable[[], None]) -> Expected | None:
+    def expect(self, request_id: str, path: str, began: Callable[[], None], *, keep_reply: bool) -> Expected | None:
         """A request was routed; None when it cannot be told apart or remembered."""
         expected = self._expected
         if not request_id:
@@ -90,7 +94,7 @@ class Observations:
         if len(expected) >= MOST_EXPECTED:
             self.outcomes["too_many"] += 1
             return None
-        expected[request_id] = entry = Expected(path, began)
+        expected[request_id] = entry = Expected(path, began, keep_reply=keep_reply)
         return entry
 
     def over(self, request_id: str, entry: Expected, finish: Callable[[Usage | None], None]) -> None:
@@ -109,7 +113,7 @@ class Observations:
             self.outcomes["unmatched"] += 1
             return None
         entry.observed = True
-        tap = UsageTap(response.headers, entry.path, self.outcomes, self._telemetry)
+        tap = UsageTap(response.headers, entry.path, self.outcomes, self._telemetry, keep_reply=entry.keep_reply)
         return entry, tap
 
     def _late(self) -> None:

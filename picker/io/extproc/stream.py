@@ -246,7 +246,9 @@ class ExtProcStream:
             self._ticket = service.route(decision)
             if service.observations.seen and service.settings.learn_usage:
                 request = decision.request
-                self._expected = service.observations.expect(request.request_id, request.path, self._prefilled)
+                self._expected = service.observations.expect(
+                    request.request_id, request.path, self._prefilled, keep_reply=service.director.wants_replies
+                )
             outcome: Routed | Refused = Routed(",".join(decision.destinations), decision.headers, self._body)
             self._body = None
         else:
@@ -273,7 +275,8 @@ class ExtProcStream:
         if self._tap is None and answer is not None and decision is not None:
             path = decision.request.path
             outcomes, telemetry = service.usage_outcomes, service.telemetry
-            self._tap = UsageTap(answer.headers, path, outcomes, telemetry)
+            wanted = service.director.wants_replies
+            self._tap = UsageTap(answer.headers, path, outcomes, telemetry, keep_reply=wanted)
         if self._tap is not None:
             service.afterwards.add(self._tap.feed, data)
 

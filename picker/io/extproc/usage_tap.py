@@ -10,7 +10,7 @@ from picker.core.usage import Usage, UsageReader
 
 
 class UsageTap:
-    """One response's usage. Whatever goes wrong in reading it costs the usage and nothing else.
+    """One response's usage, and with `keep_reply` its reply. What goes wrong in reading costs these and nothing else.
 
     `headers` are the response's, `path` is the request's.
     `outcomes` counts `read` and `absent` responses, and by `Drop` what could not be used.
@@ -18,11 +18,19 @@ class UsageTap:
 
     __slots__ = ("_outcomes", "_reader", "_telemetry")
 
-    def __init__(self, headers: Mapping[str, bytes], path: str, outcomes: Counter[str], telemetry: Telemetry) -> None:
+    def __init__(
+        self,
+        headers: Mapping[str, bytes],
+        path: str,
+        outcomes: Counter[str],
+        telemetry: Telemetry,
+        *,
+        keep_reply: bool,
+    ) -> None:
         self._outcomes = outcomes
         self._telemetry = telemetry
         self._reader: UsageReader | None = UsageReader(
-            headers.get("content-type", b""), headers.get("content-encoding", b""), path
+            headers.get("content-type", b""), headers.get("content-encoding", b""), path, keep_reply=keep_reply
         )
 
     def feed(self, data: bytes) -> None:
