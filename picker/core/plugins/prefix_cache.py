@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
 
 import msgspec
 import numpy as np
@@ -52,6 +54,8 @@ WHOLE_PROMPT = PrefixCacheArgs(
 )
 """Arguments for matching prompts to their ends, as `token-cost` needs it. A prompt of 1 MiB has 2,048 blocks."""
 
+_EXPORTED_BLOCKS = 8192
+"""Blocks in a piece of what is exported; a run is not cut."""
 _MOST_SHARED = 200_000
 """Blocks that another picker may share at once."""
 
@@ -123,6 +127,21 @@ class PrefixCacheProducer:
             return None
         match = PrefixMatch(self.index, model, size, [chain.tolist() for chain in chains], _NO_INFO)
         return match.picked(slot)
+
+    def export(self, slot: int) -> Iterator[bytes]:
+        """What is recorded for a slot, in pieces for `adopt`, the least recent first."""
+        size = self._args.blockSizeToHash
+        for model, runs in groupby(self.index.export(slot), key=itemgetter(0)):
+            chains: list[bytes] = []
+            blocks = 0
+            for _, hashes in runs:
+                chains.append(array("Q", hashes).tobytes())
+                blocks += len(hashes)
+                if blocks >= _EXPORTED_BLOCKS:
+                    yield msgspec.msgpack.encode((model, size, chains))
+                    chains, blocks = [], 0
+            if chains:
+                yield msgspec.msgpack.encode((model, size, chains))
 
     def forget(self, slot: int) -> None:
         self.index.forget(slot)

@@ -210,6 +210,20 @@ class PrefixIndex:
         for owner in self._slots.values():
             self._shrink(owner)
 
+    def export(self, slot: int) -> list[tuple[str, Sequence[int]]]:
+        """What is recorded for a slot, as models and runs of hashes, the least recent first.
+
+        Recorded elsewhere in this order, it is what it is here: a run is found by its first hash, wherever it began.
+        """
+        owner = self._slots.get(slot)
+        exported: list[tuple[str, Sequence[int]]] = []
+        if owner is not None:
+            place = owner.ends.newer
+            while place is not owner.ends:
+                exported.append((place.model, place.run.hashes))
+                place = place.newer
+        return exported
+
     def limit(self, slot: int, capacity: int) -> None:
         """Give one slot a capacity of its own, until it is forgotten. It shrinks with the next record."""
         self._owner(slot).capacity = capacity

@@ -1,0 +1,351 @@
+"""One picker's view of the others: their requests on the way count here, and what they learn is learnt here.
+
+Batches carry numbers. One that is missing means that picks were lost: the others are then asked for what they have on its
+way, and until they have answered their further batches wait. A picker that says nothing for a second is gone, and its
+requests with it. Time is a parameter; messages go out through `flush`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from picker.core.director import Director
+from picker.core.scheduling.api import Learning, Producer
+from picker.core.scheduling.decision import Decision
+from picker.core.sharing.messages import (
+    Ask,
+    Batch,
+    Ended,
+    Event,
+    Known,
+    Leaving,
+    Message,
+    OnItsWay,
+    Picked,
+    Prefilled,
+    decode,
+    encode,
+)
+from picker.core.tickets import Load
+
+ALIVE_SECONDS = 0.25
+"""A picker with nothing to tell says so this often."""
+GONE_SECONDS = 1.0
+"""A picker that is silent for so long is gone."""
+ASK_AGAIN_SECONDS = 1.0
+MOST_EVENTS = 50_000
+"""Events that wait to be told; more are dropped, and others notice the gap."""
+MOST_HELD = 1_000
+"""Batches of another picker that wait for its answer."""
+MOST_PICKERS = 64
+MOST_PICKS = 200_000
+"""Requests of one other picker."""
+EVENTS_PER_BATCH = 2_000
+
+
+class Heard(StrEnum):
+    """What came of a message; the label of a counter."""
+
+    TAKEN = "taken"
+    OWN = "own"
+    NOT_FOR_US = "not_for_us"
+    HELD = "held"
+    REPEATED = "repeated"
+    MALFORMED = "malformed"
+    TOO_MANY = "too_many"
+
+
+class RemotePick(Load):
+    """A request that another picker sent."""
+
+    __slots__ = ("_learnings",)
+
+    def __init__(self, director: Director, slot: int, tokens: float, learnings: list[Learning], now: float) -> None:
+        super().__init__(director.table, slot, tokens, now)
+        self._learnings = learnings
+
+    def prefilled(self, now: float) -> None:
+        """Its prompt is computed."""
+        self._computed()
+        if self._alive:
+            self._sign(now)
+
+    def end(self, served: int | None, now: float, *, well: bool) -> None:
+        """It is over: its prompt is held by the slot that served it."""
+        self._leave(now, well=well)
+        for learning in self._learnings:
+            if well:
+                learning.confirm(served)
+            else:
+                learning.undo()
+
+
+@dataclass
+class _Peer:
+    """Another picker. `sequence` is that of its last batch that was taken."""
+
+    sequence: int
+    heard_at: float
+    picks: dict[int, RemotePick | None] = field(default_factory=dict)
+    asked_at: float | None = None
+    """While an answer is missing."""
+    warm: bool = False
+    """Whether that answer is to have all it knows of prompts."""
+    held: deque[Batch] = field(default_factory=deque)
+
+
+class Replicas:
+    """What is told to others by the director, and what is heard from them."""
+
+    def __init__(self, director: Director, name: str) -> None:
+        self.name = name
+        self.heard: Counter[Heard] = Counter()
+        self.gaps = 0
+        self.dropped = 0
+        self._director = director
+        self._peers: dict[str, _Peer] = {}
+        self._events: list[Event] = []
+        self._open: dict[int, Picked] = {}
+        """Our own requests on their way."""
+        self._number = 0
+        self._sequence = 0
+        self._told_at = -ALIVE_SECONDS
+        self._messages: deque[Message] = deque()
+        self._known: deque[Iterator[Known]] = deque()
+        self._warm = False
+
+    @property
+    def peers(self) -> int:
+        return len(self._peers)
+
+    @property
+    def settled(self) -> bool:
+        """Whether no other picker owes us an answer."""
+        return all(peer.asked_at is None for peer in self._peers.values())
+
+    @property
+    def remote_requests(self) -> int:
+        """Requests of others that count here."""
+        return sum(map(len, (peer.picks for peer in self._peers.values())))
+
+    # Told by the director
+
+    def picked(self, decision: Decision) -> int:
+        """Tell of a pick; returns its number."""
+        self._number += 1
+        shared = tuple((name, told) for name, match in decision.matches.items() if (told := match.shared()))
+        pick = Picked(self._number, decision.endpoints[decision.order[0]].address, decision.tokens, shared)
+        self._open[self._number] = pick
+        self._tell(pick)
+        return self._number
+
+    def prefilled(self, number: int) -> None:
+        """Tell that a prompt is computed."""
+        pick = self._open.get(number)
+        if pick is not None and pick.tokens:
+            self._open[number] = Picked(number, pick.address, 0.0, pick.shared)
+        self._tell(Prefilled(number))
+
+    def ended(self, number: int, served: str | None) -> None:
+        """Tell that a request is over."""
+        self._open.pop(number, None)
+        self._tell(Ended(number, served or ""))
+
+    def _tell(self, event: Event) -> None:
+        if len(self._events) >= MOST_EVENTS:
+            # A number is left out, so that the others notice.
+            self.dropped += len(self._events)
+            self._events.clear()
+            self._sequence += 1
+        self._events.append(event)
+
+    # What goes out
+
+    def flush(self, now: float) -> list[bytes]:
+        """The messages that are due. Peers that fell silent are dropped on the way."""
+        self._expire(now)
+        out: list[bytes] = []
+        while self._events:
+            events, self._events = self._events[:EVENTS_PER_BATCH], self._events[EVENTS_PER_BATCH:]
+            out.append(self._batch(tuple(events), now))
+        while self._messages:
+            out.append(encode(self._messages.popleft()))
+        if self._known:
+            # Slowly: what is known of prompts can be many megabytes, and what happens now comes first.
+            known = next(self._known[0], None)
+            if known is None:
+                self._known.popleft()
+            else:
+                out.append(encode(known))
+        if not out and now - self._told_at >= ALIVE_SECONDS:
+            out.append(self._batch((), now))
+        return out
+
+    def leave(self) -> bytes:
+        """The last message."""
+        return encode(Leaving(self.name))
+
+    def _batch(self, events: tuple[Event, ...], now: float) -> bytes:
+        self._sequence += 1
+        self._told_at = now
+        return encode(Batch(self.name, self._sequence, events))
+
+    def _expire(self, now: float) -> None:
+        for name, peer in list(self._peers.items()):
+            if now - peer.heard_at > GONE_SECONDS:
+                self._drop(name, now)
+            elif peer.asked_at is not None and now - peer.asked_at > ASK_AGAIN_SECONDS:
+                self._ask(name, peer, now)
+
+    # What comes in
+
+    def receive(self, data: bytes, now: float) -> Heard:
+        """Take in a message of whatever origin. Never raises."""
+        try:
+            message = decode(data)
+        except ValueError:
+            heard = Heard.MALFORMED
+        else:
+            heard = Heard.OWN if message.sender == self.name else self._take(message, now)
+        self.heard[heard] += 1
+        return heard
+
+    def _take(self, message: Message, now: float) -> Heard:
+        if isinstance(message, Batch):
+            return self._take_batch(message, now)
+        if isinstance(message, Leaving):
+            self._drop(message.sender, now)
+            return Heard.TAKEN
+        if isinstance(message, OnItsWay):
+            return self._take_picks(message, now)
+        if message.to != self.name:
+            return Heard.NOT_FOR_US
+        if isinstance(message, Ask):
+            self._answer(message)
+        else:
+            self._learn(message, now)
+        return Heard.TAKEN
+
+    def _take_batch(self, batch: Batch, now: float) -> Heard:
+        peer = self._peers.get(batch.sender)
+        if peer is None:
+            if len(self._peers) >= MOST_PICKERS:
+                return Heard.TOO_MANY
+            peer = self._peers[batch.sender] = _Peer(batch.sequence - 1, now)
+            if batch.sequence > 1:
+                # It was there before us, or we were away: the first that we meet tells what it knows.
+                peer.warm, self._warm = not self._warm, True
+                self._ask(batch.sender, peer, now)
+        peer.heard_at = now
+        if peer.asked_at is not None:
+            if len(peer.held) >= MOST_HELD:
+                peer.held.clear()
+            peer.held.append(batch)
+            return Heard.HELD
+        if batch.sequence <= peer.sequence:
+            return Heard.REPEATED
+        if batch.sequence > peer.sequence + 1:
+            self.gaps += 1
+            peer.warm = True
+            peer.held.append(batch)
+            self._ask(batch.sender, peer, now)
+            return Heard.HELD
+        self._apply(peer, batch, now)
+        return Heard.TAKEN
+
+    def _apply(self, peer: _Peer, batch: Batch, now: float) -> None:
+        peer.sequence = batch.sequence
+        picks = peer.picks
+        for event in batch.events:
+            if type(event) is Picked:
+                self._add(picks, event, now)
+            elif type(event) is Prefilled:
+                pick = picks.get(event.number)
+                if pick is not None:
+                    pick.prefilled(now)
+            elif type(event) is Ended:
+                pick = picks.pop(event.number, None)
+                if pick is not None:
+                    pick.end(self._director.table.slot_of(event.served), now, well=bool(event.served))
+
+    def _add(self, picks: dict[int, RemotePick | None], event: Picked, now: float) -> None:
+        slot = self._director.table.slot_of(event.address)
+        if event.number in picks or len(picks) >= MOST_PICKS:
+            return
+        if slot is None:
+            picks[event.number] = None  # an endpoint that we do not know, yet or any more
+            return
+        producers = self._producers()
+        learnings = []
+        for name, shared in event.shared:
+            producer = producers.get(name)
+            learning = None if producer is None else producer.adopt(slot, shared, now)
+            if learning is not None:
+                learnings.append(learning)
+        picks[event.number] = RemotePick(self._director, slot, event.tokens, learnings, now)
+
+    def _take_picks(self, told: OnItsWay, now: float) -> Heard:
+        peer = self._peers.get(told.sender)
+        if peer is None or peer.asked_at is None:
+            return Heard.NOT_FOR_US
+        peer.heard_at = now
+        self._forget_picks(peer, now)
+        for pick in told.picks:
+            self._add(peer.picks, pick, now)
+        peer.sequence, peer.asked_at, peer.warm = told.sequence, None, False
+        held, peer.held = peer.held, deque()
+        for batch in held:
+            self._take_batch(batch, now)
+        return Heard.TAKEN
+
+    def _answer(self, ask: Ask) -> None:
+        # Events that wait are part of the answer, so they go out before it and with a number of their own.
+        if self._events:
+            events, self._events = tuple(self._events), []
+            self._sequence += 1
+            self._messages.append(Batch(self.name, self._sequence, events))
+        self._messages.append(OnItsWay(self.name, self._sequence, tuple(self._open.values())))
+        if ask.warm:
+            self._known.append(self._all_known(ask.sender))
+
+    def _all_known(self, to: str) -> Iterator[Known]:
+        table = self._director.table
+        for name, producer in self._producers().items():
+            export = getattr(producer, "export", None)
+            if export is None:
+                continue
+            for slot in table.slots.tolist():
+                for shared in export(slot):
+                    yield Known(self.name, to, name, table.endpoints[slot].address, shared)
+
+    def _learn(self, known: Known, now: float) -> None:
+        producer = self._producers().get(known.producer)
+        slot = self._director.table.slot_of(known.address)
+        if producer is not None and slot is not None:
+            learning = producer.adopt(slot, known.shared, now)
+            if learning is not None:
+                learning.confirm(slot)
+
+    def _ask(self, name: str, peer: _Peer, now: float) -> None:
+        peer.asked_at = now
+        self._messages.append(Ask(self.name, name, peer.warm))
+
+    def _drop(self, name: str, now: float) -> None:
+        peer = self._peers.pop(name, None)
+        if peer is not None:
+            self._forget_picks(peer, now)
+        if not self._peers:
+            self._warm = False
+
+    @staticmethod
+    def _forget_picks(peer: _Peer, now: float) -> None:
+        picks, peer.picks = peer.picks, {}
+        for pick in picks.values():
+            if pick is not None:
+                pick.end(None, now, well=False)
+
+    def _producers(self) -> dict[str, Producer]:
+        return {producer.name: producer for producer in self._director.scheduler.producers}

@@ -1,0 +1,1 @@
+"""Picks shared with other pickers, through Redis."""

@@ -1,0 +1,131 @@
+"""Tells other pickers of picks and hears of theirs, through a channel of Redis.
+
+Nothing on the request path waits for it. Redis away: every picker goes on alone, and when it is back they ask each other
+for what they have missed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Callable
+
+import structlog
+
+from picker.core.director import Director
+from picker.core.sharing.replicas import Replicas
+from picker.io.kv_index.backoff import Backoff
+from picker.io.kv_index.redis_connection import RedisConnection, RedisSettings, RedisUnavailableError
+from picker.io.sharing.subscription import Subscription
+
+logger = structlog.get_logger(__name__)
+
+_MOST_UNANSWERED = 64
+"""Publications that Redis has not answered. With more, events wait with us, where they are counted and bounded."""
+_WARM_SECONDS = 2.0
+"""A picker that starts waits at most so long to hear what others know."""
+
+
+class SharedPicks:
+    """Runs the exchange. `connects` counts how often Redis was reached, `published` the messages it took."""
+
+    def __init__(
+        self,
+        director: Director,
+        redis: RedisSettings,
+        channel: str,
+        *,
+        name: str,
+        batch_seconds: float,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        self.replicas = Replicas(director, name)
+        self.connects = 0
+        self.published = 0
+        self.listeners = 0
+        """Pickers that the last message reached, ourselves included."""
+        self._director = director
+        self._redis = redis
+        self._channel = channel
+        self._batch_seconds = batch_seconds
+        self._backoff = Backoff(0.1, 5.0, jitter)
+        self._said = ""
+        self._unanswered: deque[asyncio.Future[list[object]]] = deque()
+        self._began = director.now()
+
+    @property
+    def warm(self) -> bool:
+        """Whether what others know is here, as far as a picker that starts waits for it."""
+        if self._director.now() - self._began > _WARM_SECONDS:
+            return True
+        # Others say that they live four times a second.
+        return self.connects > 0 and self._director.now() - self._began > _WARM_SECONDS / 4 and self.replicas.settled
+
+    async def run(self) -> None:
+        """Stay connected until cancelled."""
+        self._director.sharing = self.replicas
+        try:
+            while True:
+                try:
+                    await self._stay_connected()
+                except RedisUnavailableError as error:
+                    if str(error) != self._said:
+                        self._said = str(error)
+                        logger.warning("Redis is not available; picks are not shared", error=self._said)
+                await asyncio.sleep(self._backoff.next())
+        finally:
+            self._director.sharing = None
+
+    async def _stay_connected(self) -> None:
+        subscription = await Subscription.to(self._redis, self._channel, self._receive)
+        try:
+            publisher = await RedisConnection.open(self._redis)
+        except BaseException:
+            subscription.close()
+            raise
+        self.connects += 1
+        self._said = ""
+        self._backoff.reset()
+        logger.info("Picks are shared", channel=self._channel, name=self.replicas.name)
+        try:
+            while not (subscription.closed.is_set() or publisher.closed.is_set()):
+                await asyncio.sleep(self._batch_seconds)
+                self._publish(publisher)
+        except asyncio.CancelledError:
+            await self._say_goodbye(publisher)
+            raise
+        finally:
+            subscription.close()
+            publisher.close()
+            self._unanswered.clear()
+        raise RedisUnavailableError(f"Redis at {self._redis.host}:{self._redis.port}: the connection broke")
+
+    def _receive(self, data: bytes) -> None:
+        self.replicas.receive(data, self._director.now())
+
+    def _publish(self, publisher: RedisConnection) -> None:
+        unanswered = self._unanswered
+        while unanswered and unanswered[0].done():
+            self._answered(unanswered.popleft())
+        if len(unanswered) >= _MOST_UNANSWERED:
+            return
+        messages = self.replicas.flush(self._director.now())
+        if messages:
+            commands = [("PUBLISH", self._channel, message) for message in messages]
+            unanswered.append(asyncio.ensure_future(publisher.ask(commands)))
+
+    def _answered(self, publication: asyncio.Future[list[object]]) -> None:
+        if publication.cancelled() or publication.exception() is not None:
+            return
+        for reply in publication.result():
+            if isinstance(reply, int):
+                self.published += 1
+                self.listeners = reply
+
+    async def _say_goodbye(self, publisher: RedisConnection) -> None:
+        try:
+            async with asyncio.timeout(0.2):
+                await publisher.ask([("PUBLISH", self._channel, self.replicas.leave())])
+        except (TimeoutError, RedisUnavailableError):
+            return

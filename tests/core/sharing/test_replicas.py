@@ -1,0 +1,227 @@
+"""Pickers that share picks: a property test over every loss, and what a newcomer knows."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from picker.core.director import Director
+from picker.core.endpoints import Endpoint, EndpointTable
+from picker.core.exchange.effects import BodyState, Decide, Finish, LearnedOn
+from picker.core.plugins.profiles import PROFILES, ProfileName
+from picker.core.plugins.registry import SchedulerSpec, build_scheduler
+from picker.core.sharing.messages import Batch, Picked, decode, encode
+from picker.core.sharing.replicas import GONE_SECONDS, Heard, Replicas
+from picker.core.tickets import PrefillSignal
+
+GOOD = Finish(success=True, learned_on=LearnedOn.STREAM_END, status=200, served=None)
+BAD = Finish(success=False, learned_on=LearnedOn.STREAM_END, status=500, served=None)
+
+
+class Fleet:
+    """Pickers on one channel that a test may cut."""
+
+    def __init__(self, count, endpoints=3):
+        self.now = 100.0
+        self.endpoints = endpoints
+        self.pickers = {}
+        self.tickets = {}
+        self.lost = set()
+        for number in range(count):
+            self.start(number)
+
+    def start(self, number, name=None):
+        profile = PROFILES[ProfileName.TOKEN_COST]
+        spec = SchedulerSpec(profile.filters, profile.scorers, profile.args, profile.producers)
+        scheduler, _ = build_scheduler(spec, None, lambda _model, _blocks: None)
+        director = Director(
+            scheduler, EndpointTable(), fallbacks=0, rng=random.Random(number), timer=lambda: int(self.now * 1e9)
+        )
+        director.replace_endpoints(Endpoint(f"p{n}", f"10.0.0.{n}:8000") for n in range(self.endpoints))
+        director.sharing = Replicas(director, name or f"picker-{number}")
+        self.pickers[number] = director
+        self.tickets[number] = []
+        return director
+
+    def tick(self, seconds=0.01):
+        self.now += seconds
+        for number, director in list(self.pickers.items()):
+            for message in director.sharing.flush(self.now):
+                for other, receiver in self.pickers.items():
+                    if (number, other) not in self.lost:
+                        receiver.sharing.receive(message, self.now)
+
+    def settle(self):
+        for _ in range(60):
+            self.tick(0.06)
+
+    def send(self, number, text):
+        director = self.pickers[number]
+        body = b'{"model": "m", "prompt": "%s"}' % text.encode()
+        decision = director.decide(Decide({":path": b"/v1/completions"}, body, BodyState.COMPLETE, None, None))
+        self.tickets[number].append(director.route(decision))
+        return decision
+
+    def load(self, number):
+        table = self.pickers[number].table
+        slots = table.slots
+        return table.in_flight[slots].tolist(), [round(tokens, 3) for tokens in table.queued_tokens[slots].tolist()]
+
+    def matched(self, number, text):
+        body = b'{"model": "m", "prompt": "%s"}' % text.encode()
+        decision = self.pickers[number].decide(
+            Decide({":path": b"/v1/completions"}, body, BodyState.COMPLETE, None, None)
+        )
+        return decision.matches["prefix-cache"].info.matched.tolist()
+
+
+def test_a_pick_of_one_is_a_pick_of_all():
+    fleet = Fleet(3)
+    text = "a" * 40_000
+    decision = fleet.send(0, text)
+    fleet.tick()
+    assert fleet.load(0) == fleet.load(1) == fleet.load(2)
+    assert sum(fleet.load(1)[1]) == 10_000
+    assert fleet.matched(1, text) == fleet.matched(0, text)
+    assert fleet.matched(1, text)[decision.slot] == 79
+    # The others stay with it, and see when its prompt is computed, and when it is over.
+    assert fleet.send(1, text).slot == decision.slot
+    fleet.tickets[0][0].prefilled(fleet.now, PrefillSignal.RESPONSE_BODY)
+    fleet.tick()
+    assert fleet.load(0) == fleet.load(2)
+    assert sum(fleet.load(2)[1]) == pytest.approx(1)
+    for number in (0, 1):
+        fleet.tickets[number][0].finish(GOOD)
+    fleet.tick()
+    assert fleet.load(2) == ([0, 0, 0], [0, 0, 0])
+    assert fleet.matched(2, text)[decision.slot] == 79
+
+
+def test_a_request_that_fails_teaches_nobody_anything():
+    fleet = Fleet(2)
+    fleet.send(0, "a" * 4000)
+    fleet.tick()
+    fleet.tickets[0][0].finish(BAD)
+    fleet.tick()
+    assert fleet.load(1) == ([0, 0, 0], [0, 0, 0])
+    assert fleet.matched(1, "a" * 4000) == [0, 0, 0]
+
+
+def test_a_picker_that_dies_takes_its_requests_with_it_within_a_second_and_one_that_leaves_at_once():
+    fleet = Fleet(3)
+    fleet.tick()
+    for number in (0, 1):
+        fleet.send(number, f"{number}" * 4000)
+    fleet.tick()
+    assert sum(fleet.load(2)[0]) == 2
+    fleet.lost |= {(0, 1), (0, 2)}
+    for _ in range(int(GONE_SECONDS / 0.05) + 2):
+        fleet.tick(0.05)
+    assert sum(fleet.load(2)[0]) == 1
+    fleet.pickers[2].sharing.receive(fleet.pickers[1].sharing.leave(), fleet.now)
+    assert fleet.load(2) == ([0, 0, 0], [0, 0, 0])
+
+
+def test_a_newcomer_knows_what_the_others_know():
+    fleet = Fleet(2)
+    texts = [f"{n:04}" * 2000 for n in range(20)]
+    for number, text in enumerate(texts):
+        fleet.send(number % 2, text)
+    fleet.tick()
+    for number in (0, 1):
+        for ticket in fleet.tickets[number][:-1]:
+            ticket.finish(GOOD)
+    fleet.tick()
+    fleet.start(2)
+    fleet.settle()
+    assert [fleet.matched(2, text) for text in texts] == [fleet.matched(0, text) for text in texts]
+    assert fleet.load(2) == fleet.load(0)
+    assert sum(fleet.load(2)[0]) == 2
+    assert fleet.pickers[2].sharing.settled
+
+
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ["send", "prefilled", "end", "fail", "cut", "heal", "tick", "pause", "restart", "endpoints", "noise"]
+        ),
+        st.integers(0, 5),
+        st.integers(0, 5),
+    ),
+    max_size=40,
+)
+
+
+@given(steps)
+@settings(max_examples=150)
+def test_whatever_is_lost_they_agree_afterwards(steps):
+    fleet, started = Fleet(3), 3
+    for action, one, other in steps:
+        number = one % 3
+        tickets = fleet.tickets[number]
+        if action == "send":
+            fleet.send(number, f"{other}" * 3000)
+        elif action == "prefilled" and tickets:
+            tickets[other % len(tickets)].prefilled(fleet.now, PrefillSignal.RESPONSE_BODY)
+        elif action in ("end", "fail") and tickets:
+            tickets.pop(other % len(tickets)).finish(GOOD if action == "end" else BAD)
+        elif action == "cut":
+            fleet.lost.add((number, other % 3))
+        elif action == "heal":
+            fleet.lost.clear()
+        elif action == "tick":
+            fleet.tick()
+        elif action == "pause":
+            fleet.tick(1.5)
+        elif action == "restart":
+            started += 1
+            fleet.start(number, f"picker-{started}")
+        elif action == "endpoints":
+            for director in fleet.pickers.values():
+                director.replace_endpoints(Endpoint(f"p{n}", f"10.0.0.{n}:8000") for n in range(1 + other % 3))
+        elif action == "noise":
+            fleet.pickers[number].sharing.receive(bytes((one, other)) * 9, fleet.now)
+        for director in fleet.pickers.values():
+            assert (director.table.in_flight >= 0).all()
+            assert (director.table.queued_tokens >= 0).all()
+    fleet.lost.clear()
+    fleet.settle()
+    for tickets in fleet.tickets.values():
+        while tickets:
+            tickets.pop().finish(GOOD)
+    fleet.settle()
+    for number, director in fleet.pickers.items():
+        assert director.sharing.peers == 2
+        assert director.sharing.remote_requests == 0
+        in_flight, queued = fleet.load(number)
+        assert not any(in_flight)
+        assert queued == pytest.approx([0] * len(queued), abs=0.01)
+
+
+@given(st.binary(max_size=100))
+def test_nothing_that_comes_in_does_harm(data):
+    fleet = Fleet(1)
+    replicas = fleet.pickers[0].sharing
+    assert replicas.receive(data, fleet.now) in Heard
+    pick = Picked(1, "10.0.0.1:8000", 5.0, (("prefix-cache", data), ("no-such", data)))
+    assert replicas.receive(encode(Batch("x", 1, (pick,))), fleet.now) is Heard.TAKEN
+    assert fleet.load(0)[0] == [0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Batch("", 1),
+        Batch("x" * 100, 1),
+        Batch("x", -1),
+        Batch("x", 1, (Picked(1, "a", -5.0),)),
+        Batch("x", 1, (Picked(1, "a", float("inf")),)),
+        Batch("x", 1, (Picked(-1, "a", 5.0),)),
+    ],
+)
+def test_values_that_make_no_sense_are_refused(message):
+    with pytest.raises(ValueError, match="Expected"):
+        decode(encode(message))
