@@ -6,26 +6,26 @@ what would send requests to the wrong endpoints is refused with what to do inste
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
-from msgspec import Struct
 
-from picker.app.migration.endpoint_picker_plugins import APPROXIMATE, PLUGINS, Parameter, Role, Theirs
+from picker.app.migration.endpoint_picker_admission import DETECTOR, admit
+from picker.app.migration.endpoint_picker_document import API_VERSIONS, EndpointPickerConfig, Plugin, Profile, Reference
+from picker.app.migration.endpoint_picker_plugins import (
+    APPROXIMATE,
+    PLUGINS,
+    Parameter,
+    Role,
+    Theirs,
+    arguments_of,
+)
 from picker.app.migration.mapped import Mapped
-from picker.app.quantities import seconds, size
 from picker.core.plugins.profiles import PROFILES, ProfileName
 from picker.core.plugins.registry import PLUGINS as OURS
 from picker.core.strict import Findings, child, decode, suggest
 
-KIND = "EndpointPickerConfig"
-_API_VERSIONS = (
-    "inference.networking.x-k8s.io/v1alpha1",
-    "config.apix.gateway-api-inference-extension.sigs.k8s.io/v1alpha1",
-    "llm-d.ai/v1alpha1",
-    "llm-d.ai/v1",
-)
 _PRECISE = ("precise-prefix-cache-producer", "precise-prefix-cache-scorer")
 _APPROXIMATE = "approx-prefix-cache-producer"
 _SESSION = "session-prefix-cache-producer"
@@ -37,82 +37,33 @@ _UNCHECKED: Mapping[str, str] = {
     "parser": "requests are told apart by their path",
     "engineConfigs": "which engine a pod runs is told by its label",
 }
-_DETECTOR = "utilization-detector"
-_SATURATED = {"maxWaitingRequests": 5, "maxKvUsage": 0.8}
-"""When an endpoint is saturated there, unless told otherwise."""
-_QUEUE: Mapping[str, tuple[str, Callable[[str], Any]]] = {
-    "maxBytes": ("maxBytes", size),
-    "maxRequests": ("maxRequests", size),
-    "defaultRequestTTL": ("maxSeconds", seconds),
-}
-_WAITS = 60.0
-"""How long a request waits there, unless told otherwise, in seconds."""
 _GATES = ("flowControl", "haPopulateNonLeaderDatastore", "dataLayer", "prepareDataPlugins", "enableLegacyMetrics")
-_DEFAULT_WEIGHT = 1.0
 _LEAST_BLOCK_TOKENS = 64
-
-
-class _Plugin(Struct, frozen=True):
-    type: str
-    name: str = ""
-    parameters: Mapping[str, Any] = {}
-
-
-class _Reference(Struct, frozen=True, rename="camel"):
-    plugin_ref: str
-    weight: float = _DEFAULT_WEIGHT
-
-
-class _Profile(Struct, frozen=True):
-    name: str
-    plugins: tuple[_Reference, ...] = ()
-
-
-class _Config(Struct, frozen=True, rename="camel"):
-    api_version: str
-    kind: str
-    plugins: tuple[_Plugin, ...] = ()
-    scheduling_profiles: tuple[_Profile, ...] = ()
-    feature_gates: tuple[str, ...] = ()
-    data_layer: Mapping[str, Any] = {}
-    request_handler: Mapping[str, Any] = {}
-    parser: Mapping[str, Any] = {}
-    engine_configs: Any = None
-    flow_control: Mapping[str, Any] = {}
-    saturation_detector: Mapping[str, Any] = {}
-
-    @property
-    def queues(self) -> bool:
-        """Whether requests wait in front of a saturated pool."""
-        return any(
-            gate.partition("=")[0] == "flowControl" and not gate.endswith("=false") for gate in self.feature_gates
-        )
 
 
 def translate(data: Mapping[str, Any], findings: Findings) -> tuple[dict[str, Any], tuple[Mapped, ...]]:
     """The same in the picker's shape, and what became of each part; `findings` has what is wrong or different."""
-    config: _Config | None = decode(_Config, data, "", findings)
+    config: EndpointPickerConfig | None = decode(EndpointPickerConfig, data, "", findings)
     if config is None:
         return {}, ()
-    if config.api_version not in _API_VERSIONS:
-        findings.add("apiVersion", "is not known", config.api_version, suggest(config.api_version, _API_VERSIONS))
+    if config.api_version not in API_VERSIONS:
+        findings.add("apiVersion", "is not known", config.api_version, suggest(config.api_version, API_VERSIONS))
     return _Translation(config, findings).run(data)
 
 
 class _Translation:
     """One configuration on its way."""
 
-    def __init__(self, config: _Config, findings: Findings) -> None:
+    def __init__(self, config: EndpointPickerConfig, findings: Findings) -> None:
         self._config = config
         self._findings = findings
-        self._plugins: dict[str, tuple[str, _Plugin]] = {}
+        self._plugins: dict[str, tuple[str, Plugin]] = {}
         """By the name that references use: where it stands, and the plugin."""
         self._filters: list[str] = []
         self._scorers: dict[str, float] = {}
         self._arguments: dict[str, dict[str, Any]] = {}
         self._disaggregation: dict[str, Any] = {}
         self._exchange: dict[str, Any] = {}
-        self._admission: dict[str, Any] = dict(_SATURATED)
         self._mapped: list[Mapped] = []
 
     def run(self, data: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Mapped, ...]]:
@@ -128,8 +79,9 @@ class _Translation:
                 self._use(*known, reference.weight, path)
         self._separate()
         self._know_prefixes()
-        self._saturate()
-        self._queue()
+        detectors = [(child(path, "parameters"), plugin.parameters) for path, plugin in self._of_type(DETECTOR)]
+        admission, said = admit(self._config, detectors, self._findings)
+        self._mapped += said
         self._say_what_is_left(used)
         self._say_sections(data)
         if self._findings.problems:
@@ -142,7 +94,7 @@ class _Translation:
                 "Score": {"enabled": [{"name": name, "weight": weight} for name, weight in self._scorers.items()]},
             },
         }
-        ours = {"scheduler": scheduler, "exchange": self._exchange, "admission": self._admission}
+        ours = {"scheduler": scheduler, "exchange": self._exchange, "admission": admission}
         return ours, tuple(self._mapped)
 
     def _declare(self) -> None:
@@ -160,12 +112,12 @@ class _Translation:
             if theirs.role is Role.REFUSED:
                 self._findings.add(child(path, "type"), "is not supported", plugin.type, theirs.remark)
 
-    def _references(self) -> Iterator[tuple[str, _Reference]]:
+    def _references(self) -> Iterator[tuple[str, Reference]]:
         """The plugins of the profile that answers; as there, all plugins where there is no profile."""
         profiles = self._config.scheduling_profiles
         if not profiles:
             for name, (path, _) in self._plugins.items():
-                yield path, _Reference(name)
+                yield path, Reference(name)
             return
         names = [profile.name for profile in profiles]
         chosen = names.index("decode") if "decode" in names else 0
@@ -181,15 +133,15 @@ class _Translation:
                 if index == chosen or reference.plugin_ref not in self._plugins:
                     yield child(path, number), reference
 
-    def _same_scores(self, one: _Profile, other: _Profile) -> bool:
-        def scores(profile: _Profile) -> dict[str, float]:
+    def _same_scores(self, one: Profile, other: Profile) -> bool:
+        def scores(profile: Profile) -> dict[str, float]:
             roles = {name: PLUGINS[plugin.type].role for name, (_, plugin) in self._plugins.items()}
             used = (Role.SCORER, Role.FILTER, Role.PREFIX)
             return {each.plugin_ref: each.weight for each in profile.plugins if roles.get(each.plugin_ref) in used}
 
         return scores(one) == scores(other)
 
-    def _use(self, where: str, plugin: _Plugin, weight: float, path: str) -> None:
+    def _use(self, where: str, plugin: Plugin, weight: float, path: str) -> None:
         theirs = PLUGINS[plugin.type]
         match theirs.role:
             case Role.SCORER:
@@ -223,25 +175,16 @@ class _Translation:
             self._scorers[ours] = weight
             self._mapped.append(Mapped(f"{type_}, weight {weight:g}", f"{ours}, weight {weight:g}", remark))
 
-    def _take(self, theirs: Theirs, plugin: _Plugin, path: str) -> dict[str, dict[str, Any]]:
+    def _take(self, theirs: Theirs, plugin: Plugin, path: str) -> dict[str, dict[str, Any]]:
         arguments = self._arguments_of(theirs.parameters, plugin.parameters, path)
         return {theirs.ours: arguments} if arguments else {}
 
     def _arguments_of(self, known: Mapping[str, Parameter], given: Mapping[str, Any], path: str) -> dict[str, Any]:
-        arguments: dict[str, Any] = {}
-        for key, value in given.items():
-            parameter = known.get(key)
-            if parameter is None:
-                self._findings.add(child(path, key), "unknown parameter", value, suggest(key, known))
-            elif not parameter.ours:
-                self._mapped.append(Mapped(child(path, key), "", "has no counterpart"))
-            elif type(value) is int:
-                arguments[parameter.ours] = value * parameter.scale
-            else:
-                arguments[parameter.ours] = value
+        arguments, mapped = arguments_of(known, given, path, self._findings)
+        self._mapped += mapped
         return arguments
 
-    def _prefix(self, scorer: _Plugin, weight: float, path: str, parameters: str) -> None:
+    def _prefix(self, scorer: Plugin, weight: float, path: str, parameters: str) -> None:
         """A scorer of cached prefixes becomes the plugin that knows them."""
         name = scorer.parameters.get("prefixMatchInfoProducerName", "")
         where, producer = (
@@ -275,12 +218,12 @@ class _Translation:
             arguments["maxBlocksToMatch"] = max(1, 4 * tokens // max(1, size))
         return arguments
 
-    def _precise(self, scorer: _Plugin, producer: _Plugin, weight: float, path: str, where: str) -> None:
+    def _precise(self, scorer: Plugin, producer: Plugin, weight: float, path: str, where: str) -> None:
         remark = "follows the engines' own KV events; their block size and hash seed need not be told"
         self._score(scorer.type, "kvcache-aware", weight, path, remark)
         self._arguments["kvcache-aware"] = self._events(producer, where)
 
-    def _events(self, producer: _Plugin, path: str) -> dict[str, Any]:
+    def _events(self, producer: Plugin, path: str) -> dict[str, Any]:
         """The arguments of `kvcache-aware`, from where the endpoint picker there hears of events."""
         events = _section(producer.parameters, "kvEventsConfig")
         discovery = _section(events, "podDiscoveryConfig")
@@ -323,40 +266,10 @@ class _Translation:
                     return
             self._arguments["prefix-cache"] = self._approximate({}, "plugins")
 
-    def _saturate(self) -> None:
-        """When an endpoint is saturated: as a plugin says, or the section of older versions."""
-        said = [(child(path, "parameters"), plugin.parameters) for path, plugin in self._of_type(_DETECTOR)]
-        section = {key: value for key, value in self._config.saturation_detector.items() if key != "pluginRef"}
-        for path, given in (*said, ("saturationDetector", section)):
-            self._admission |= self._arguments_of(PLUGINS[_DETECTOR].parameters, given, path)
-        shown = ", ".join(f"{key}: {value}" for key, value in self._admission.items())
-        self._mapped.append(Mapped(_DETECTOR, f"admission: {shown}", "who is turned away or waits, while all are"))
-
-    def _queue(self) -> None:
-        """Requests wait where the feature is on; its section says for how long and how many."""
-        given = self._config.flow_control
-        if not self._config.queues:
-            if given:
-                self._mapped.append(Mapped("flowControl", "", "is off there without its feature gate, and here"))
-            return
-        queue: dict[str, Any] = {"enabled": True, "maxSeconds": _WAITS}
-        for key, value in given.items():
-            if key not in _QUEUE:
-                self._mapped.append(Mapped(child("flowControl", key), "", "has no counterpart"))
-                continue
-            ours, read = _QUEUE[key]
-            try:
-                queue[ours] = read(str(value))
-            except ValueError as error:
-                self._findings.add(child("flowControl", key), str(error), value)
-        self._admission["queue"] = queue
-        shown = ", ".join(f"{key}: {value}" for key, value in queue.items())
-        self._mapped.append(Mapped("featureGates: flowControl", f"admission.queue: {shown}"))
-
-    def _of_type(self, type_: str) -> list[tuple[str, _Plugin]]:
+    def _of_type(self, type_: str) -> list[tuple[str, Plugin]]:
         return [each for each in self._plugins.values() if each[1].type == type_]
 
-    def _pick_more(self, plugin: _Plugin, path: str) -> None:
+    def _pick_more(self, plugin: Plugin, path: str) -> None:
         """How many endpoints a picker names becomes how many fallbacks follow the first."""
         if not plugin.type.endswith("-picker") or "maxNumOfEndpoints" not in plugin.parameters:
             return

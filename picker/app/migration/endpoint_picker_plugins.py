@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
+from typing import Any
 
 from msgspec import Struct
+
+from picker.app.migration.mapped import Mapped
+from picker.core.strict import Findings, child, suggest
 
 
 class Role(Enum):
@@ -199,3 +203,20 @@ APPROXIMATE: Mapping[str, Parameter] = {
     "matchLengthScaleTokens": Parameter(),
 }
 """Parameters of the approximate prefix cache, which counts four bytes a token."""
+
+
+def arguments_of(
+    known: Mapping[str, Parameter], given: Mapping[str, Any], path: str, findings: Findings
+) -> tuple[dict[str, Any], list[Mapped]]:
+    """Parameters as arguments here, and those that have none; an unknown one is a problem."""
+    arguments: dict[str, Any] = {}
+    mapped: list[Mapped] = []
+    for key, value in given.items():
+        parameter = known.get(key)
+        if parameter is None:
+            findings.add(child(path, key), "unknown parameter", value, suggest(key, known))
+        elif not parameter.ours:
+            mapped.append(Mapped(child(path, key), "", "has no counterpart"))
+        else:
+            arguments[parameter.ours] = value * parameter.scale if type(value) is int else value
+    return arguments, mapped
