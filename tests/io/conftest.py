@@ -14,6 +14,7 @@ from picker.core.director import Director
 from picker.core.endpoints import Endpoint, EndpointTable
 from picker.core.exchange.effects import BodyState, Decide, Finish, LearnedOn
 from picker.core.plugins.prefix_cache import PrefixCacheArgs
+from picker.core.plugins.profiles import Profile
 from picker.core.plugins.registry import SchedulerSpec, build_scheduler
 from picker.core.scheduling.decision import Decision
 from picker.io.metrics import Metrics
@@ -59,13 +60,15 @@ class Stack(Struct):
 
 @pytest.fixture
 def make_stack() -> Callable[..., Stack]:
-    def make(*, capacity: int = 1000, **hub: object) -> Stack:
+    def make(*, capacity: int = 1000, profile: Profile | None = None, **hub: object) -> Stack:
         metrics = Metrics()
         spec = SchedulerSpec(
             filters=("least-request",),
             scorers=(("least-request", 1.0), ("prefix-cache", 2.0)),
             args={"prefix-cache": PrefixCacheArgs(maxHashCacheSize=capacity)},
         )
+        if profile is not None:
+            spec = SchedulerSpec(profile.filters, profile.scorers, profile.args, profile.producers)
         scheduler, _ = build_scheduler(spec, None, metrics.evicted)
         director = Director(scheduler, EndpointTable(), fallbacks=1, rng=random.Random(1), timer=time.perf_counter_ns)
         director.replace_endpoints([POD_A, POD_B])

@@ -11,8 +11,11 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from picker.core.director import PrefillSignal
 from picker.core.endpoints import EngineMetrics
-from picker.core.exchange.effects import Anomaly, BodyState
+from picker.core.exchange.effects import Anomaly, BodyState, Finish, LearnedOn
+from picker.core.plugins.profiles import PROFILES, ProfileName
+from picker.core.usage import Usage
 from picker.io.extproc.service import ExtProcService, ExtProcSettings
 from picker.io.metric_families import Counter, Histogram
 from picker.io.metrics import Metrics, metrics_markdown
@@ -208,3 +211,63 @@ def test_the_reference_names_every_metric_once(stack) -> None:
         family.name for family in text_string_to_metric_families(generate_latest(stack.metrics.registry).decode())
     }
     assert scraped <= {name.removesuffix("_total") for name in names}
+
+
+def test_what_the_default_policy_counts(make_stack) -> None:
+    stack = make_stack(profile=PROFILES[ProfileName.TOKEN_COST])
+    stack.metrics.models.admit("m")
+    decision = stack.decide("z" * 4096)
+    ticket = stack.director.route(decision)
+    busy, idle = decision.destinations[0], ({"10.0.0.1:8000", "10.0.0.2:8000"} - set(decision.destinations[:1])).pop()
+    name = {"10.0.0.1:8000": "default/pod-a", "10.0.0.2:8000": "default/pod-b"}
+    scrape = Scrape(stack.metrics)
+    assert scrape("endpoint_queued_tokens", target=name[busy], address=busy) == 1024
+    assert scrape("endpoint_queued_tokens", target=name[idle], address=idle) == 0
+    assert scrape("work_source_total", source="prefix-cache") == 1
+    assert scrape("destination_cost_tokens_sum") == 1024
+    assert scrape("destination_cost_tokens_bucket", le="1000") == 0
+    assert scrape("destination_cost_tokens_bucket", le="2500") == 1
+    assert scrape("prefill_over_total", signal="response_body") == 0
+    assert scrape.label_values("endpoint_prefill_tokens_per_second", "address") == set()
+    assert scrape.label_values("bytes_per_token", "model") == set()
+
+    ticket.prefilled(stack.director.now(), PrefillSignal.RESPONSE_BODY)
+    ticket.finish(Finish(True, LearnedOn.RESPONSE_BODY, 200, busy), Usage(prompt_tokens=1000))
+    scrape = Scrape(stack.metrics)
+    assert scrape("endpoint_queued_tokens", target=name[busy], address=busy) == 0
+    assert scrape("prefill_over_total", signal="response_body") == 1
+    assert scrape("prefill_over_total", signal="end") == 0
+    assert scrape("bytes_per_token", model="m") == 4.096
+    assert scrape.label_values("endpoint_prefill_tokens_per_second", "address") == {busy}
+
+    stack.decide("z", state=BodyState.STREAMED)
+    assert Scrape(stack.metrics)("work_source_total", source="length") == 1
+
+
+def test_suspects_and_their_probes_are_counted(make_stack) -> None:
+    stack = make_stack(profile=PROFILES[ProfileName.TOKEN_COST])
+    assert Scrape(stack.metrics)("endpoints_suspect") == 0
+    for _ in range(4):
+        stack.director.table.health.failed(0)
+    assert stack.serve("z").destinations[0] == "10.0.0.1:8000", "the probe"
+    scrape = Scrape(stack.metrics)
+    assert scrape("endpoints_suspect") == 1
+    assert scrape("suspicions_total", reason="failing") == 1
+    assert scrape("suspicions_total", reason="silent") == 0
+    assert scrape("suspect_requests_total", why="probe") == 1
+    assert scrape("suspect_requests_total", why="no_other") == 0
+    assert scrape("put_first_total", why="probe") == 1
+    assert scrape("put_first_total", why="pinned") == 0
+
+
+def test_models_without_a_label_of_their_own_have_no_ratio(make_stack) -> None:
+    stack = make_stack(profile=PROFILES[ProfileName.TOKEN_COST])
+    for model in ("known", "unknown"):
+        decision = stack.decide("z" * 4096, model)
+        stack.director.route(decision).finish(
+            Finish(True, LearnedOn.RESPONSE_BODY, 200, None), Usage(prompt_tokens=2048)
+        )
+    stack.metrics.models.admit("known")
+    scrape = Scrape(stack.metrics)
+    assert scrape.label_values("bytes_per_token", "model") == {"known"}
+    assert scrape("bytes_per_token", model="known") == 2
