@@ -85,12 +85,11 @@ def message_blocks(message: Any) -> Blocks:
         blocks, rest = open_text(text, CHUNK)
         return [b"M%bT%b" % (_role(role), text[:CHUNK]), *blocks, ended(b"t%d:%bE" % (len(rest), rest))]
     pending = [b"M" + _role(role) if isinstance(role, str) else b"m" + string(encoded(role))]
-    if len(message) > 2:
-        pending += [
-            b"F" + string(name.encode()) + string(encoded(value))
-            for name in _BEFORE_CONTENT
-            if (value := message.get(name))
-        ]
+    pending += [
+        b"F" + string(name.encode()) + string(encoded(value))
+        for name in _BEFORE_CONTENT
+        if (value := message.get(name))
+    ]
     blocks = []
     _content(content, pending, blocks)
     pending.append(b"E")

@@ -12,6 +12,8 @@ from picker.core.sessions.chain import MAX_POSITIONS, Chain, ChainReader, Stored
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 CHUNK = 512
+FIELDS = ["name", "tool_call_id", "reasoning_content", "tool_calls"]
+"""Of messages, those that are rendered."""
 
 
 def read(path, reader=None, stored=None, **body):
@@ -49,16 +51,19 @@ def prefixes(messages) -> list[object]:
     found: list[object] = []
     done: list[object] = []
     for message in messages:
-        content, parts = message["content"], []
-        for part in [content] if isinstance(content, str) else content:
+        content, parts = (
+            message.get("content"),
+            [(name, json.dumps(message[name])) for name in FIELDS if name in message],
+        )
+        for part in [content] if isinstance(content, str) else content or []:
             if isinstance(part, str) or part["type"] == "text":
                 text = (part if isinstance(part, str) else part["text"]).encode()
                 ends = range(CHUNK, len(text) + 1, CHUNK)
-                found += [(tuple(done), message["role"], tuple(parts), text[:end]) for end in ends]
+                found += [(tuple(done), message.get("role"), tuple(parts), text[:end]) for end in ends]
                 parts.append(("text", text))
             else:
                 parts.append(("part", json.dumps(part)))
-        done.append((message["role"], tuple(parts)))
+        done.append((message.get("role"), tuple(parts)))
         found.append(tuple(done))
     return found
 
@@ -78,10 +83,21 @@ parts = st.one_of(
     texts.map(lambda text: {"type": "text", "text": text}),
     st.integers(0, 2).map(lambda n: {"type": "image_url", "image_url": {"url": f"data:{n}"}}),
 )
-messages = st.builds(
-    said,
-    st.sampled_from(["user", "assistant", "system", "", "ü"]),
-    st.one_of(texts, st.lists(parts, max_size=4)),
+calls = st.lists(
+    st.builds(lambda name: {"id": "1", "function": {"name": name, "arguments": "{}"}}, st.sampled_from("fg")),
+    min_size=1,
+)
+messages = st.fixed_dictionaries(
+    {},
+    optional={
+        "role": st.sampled_from(["user", "assistant", "system", "", "ü"]),
+        "content": st.one_of(texts, st.lists(parts, max_size=4), st.none()),
+        "tool_calls": calls,
+        "name": st.sampled_from(["Ann", "Bob"]),
+        "tool_call_id": st.sampled_from(["1", "2"]),
+        "reasoning_content": texts.filter(bool),
+        "id": st.text(max_size=2),
+    },
 )
 conversations = st.lists(messages, min_size=1, max_size=12)
 
@@ -93,25 +109,27 @@ def relatives(draw):
     other = json.loads(json.dumps(one))
     at = draw(st.integers(0, len(other) - 1))
     message = other[at]
-    match draw(st.sampled_from(["go on", "cut", "change", "split", "role", "as parts", "empty part"])):
+    match draw(st.sampled_from(["go on", "cut", "change", "split", "role", "as parts", "empty part", "field"])):
         case "go on":
             other += draw(conversations)
         case "cut":
             other = other[: at + 1]
-        case "change" if isinstance(message["content"], str):
+        case "change" if isinstance(message.get("content"), str):
             place = draw(st.integers(0, len(message["content"])))
             message["content"] = (
                 message["content"][:place] + draw(st.text(max_size=3)) + message["content"][place + 1 :]
             )
-        case "split" if isinstance(message["content"], str):
+        case "split" if isinstance(message.get("content"), str):
             place = draw(st.integers(0, len(message["content"])))
             halves = message["content"][:place], message["content"][place:]
             message["content"] = [{"type": "text", "text": half} for half in halves]
         case "role":
             message["role"] = draw(st.sampled_from(["user", "assistant", "tool"]))
-        case "as parts" if isinstance(message["content"], str):
+        case "as parts" if isinstance(message.get("content"), str):
             message["content"] = [{"type": "text", "text": message["content"]}]
-        case "empty part" if isinstance(message["content"], list):
+        case "field":
+            message[draw(st.sampled_from([*FIELDS, "id", "status"]))] = draw(st.sampled_from(["1", "2"]))
+        case "empty part" if isinstance(message.get("content"), list):
             message["content"].insert(0, {"type": "text", "text": ""})
     return one, other
 
@@ -462,13 +480,13 @@ anything = st.recursive(
     ),
     max_leaves=12,
 )
-FIELDS = ["messages", "system", "input", "instructions", "prompt", "tools", "functions", "response_format", "text"]
-FIELDS += ["reasoning", "documents", "cache_salt", "chat_template", "output_config"]
+BODY_FIELDS = ["messages", "system", "input", "instructions", "prompt", "tools", "functions", "response_format", "text"]
+BODY_FIELDS += ["reasoning", "documents", "cache_salt", "chat_template", "output_config"]
 
 
 @given(
     st.sampled_from([CHAT, COMPLETIONS, RESPONSES, MESSAGES, "/v1/completions?x=1", "/x/v1/messages/"]),
-    st.dictionaries(st.sampled_from(FIELDS), anything, max_size=5),
+    st.dictionaries(st.sampled_from(BODY_FIELDS), anything, max_size=5),
     st.lists(anything, max_size=10),
 )
 def test_any_json_is_read_the_same_twice(path, body, turns):
