@@ -20,7 +20,11 @@ from picker.core.strict import Findings, child, decode, suggest
 _FILTERS = frozenset(name for name, plugin in PLUGINS.items() if plugin.filter)
 _SCORERS = frozenset(name for name, plugin in PLUGINS.items() if plugin.scorer)
 _RANDOM = "random"
-_LOAD_SCORERS = frozenset(name for name in _SCORERS if not PLUGINS[name].producer) - {_RANDOM, "no-hit-lru"}
+_LOAD_SCORERS = frozenset(
+    name
+    for name, plugin in PLUGINS.items()
+    if plugin.scorer and plugin.scorer(plugin.args()).producer is None and name not in (_RANDOM, "no-hit-lru")
+)
 
 
 def _plugin(data: object) -> str:
@@ -151,7 +155,7 @@ def settle(config: SchedulerConfig, path: str, findings: Findings) -> tuple[Sche
     if not enabled:
         findings.warn(score, "is empty: endpoints are picked by chance")
     elif not _LOAD_SCORERS.intersection(scorers) and _RANDOM not in scorers:
-        findings.warn(score, f"no plugin looks at load, so endpoints may overload; {_one_of(_LOAD_SCORERS)} would")
+        findings.warn(score, "no plugin looks at load, so endpoints may overload; token-cost would, or least-request")
     for kind, used, unused in (
         ("Filter", filters, config.plugins.filter.disabled),
         ("Score", scorers, config.plugins.score.disabled),
@@ -212,7 +216,3 @@ def _refuse_twice(names: Iterable[str], path: str, findings: Findings) -> None:
         if name in seen:
             findings.add(child(path, index), "is enabled twice", name, "keep one entry")
         seen.add(name)
-
-
-def _one_of(names: Iterable[str]) -> str:
-    return " or ".join(sorted(names))

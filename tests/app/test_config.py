@@ -249,6 +249,25 @@ def test_kthenas_profile_is_what_its_router_does_without_a_configuration():
     assert loaded.spec.args["prefix-cache"] == PrefixCacheArgs(64, 128, 50_000, 5)
 
 
+def test_llm_ds_profiles_are_those_of_its_binary_and_of_its_guides():
+    loaded = load(ADDRESS + "scheduler: {profile: llm-d}")
+    assert loaded.spec.filters == ()
+    assert loaded.spec.scorers == (("queue", 2.0), ("kv-cache-utilization", 2.0), ("prefix-cache", 3.0))
+    assert loaded.spec.producers == ()
+    args = loaded.spec.args["prefix-cache"]
+    assert isinstance(args, PrefixCacheArgs)
+    assert (args.blockSizeToHash, args.maxBlocksToMatch, args.maxHashCacheSize) == (64 * 4, 131_072 // 64, 31_250)
+    guide = load(ADDRESS + "scheduler: {profile: llm-d-guide}")
+    assert guide.spec.filters == ("prefix-cache-affinity-filter",)
+    assert guide.spec.scorers == (("token-load", 1.0),)
+    assert guide.spec.producers == ("prefix-cache",)
+    precise = load(
+        ADDRESS + "scheduler: {profile: llm-d-guide, pluginConfig: [{name: kvcache-aware, args: {indexMode: direct}}]}"
+    )
+    scheduler, _ = build_scheduler(precise.spec, None, lambda _model, _blocks: None)
+    assert [producer.name for producer in scheduler.producers] == ["kvcache-aware", "prefix-cache"]
+
+
 def test_what_a_profile_lists_can_be_replaced_one_by_one():
     loaded = load(ADDRESS + "scheduler: {profile: kthena, plugins: {Score: {enabled: [{name: gpu-usage, weight: 2}]}}}")
     assert loaded.spec.filters == ("least-request",)
