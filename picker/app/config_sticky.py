@@ -44,7 +44,7 @@ class SessionSticky(Struct, frozen=True, rename="camel"):
     model_server: _ModelServer = ""
     """`namespace/name` of the ModelServer that bindings belong to. Left out: they belong to the model of the request."""
     max_sessions: Annotated[int, Meta(ge=1, le=10_000_000)] = 100_000
-    """Sessions that this picker knows, some 300 bytes each; the ones with the oldest last request are dropped."""
+    """Sessions that this picker knows, some 400 bytes each; the ones with the oldest last request are dropped."""
 
 
 def check(sticky: SessionSticky, path: str, findings: Findings) -> None:

@@ -90,6 +90,7 @@ class UsageReader:
                 for document in self._documents.end():
                     self._read(document)
                 self._documents = None
+            self._unpacker = None  # it knows this reader, too
             self._usage = self._conclude()
         return self._usage
 
