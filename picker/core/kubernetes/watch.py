@@ -119,7 +119,6 @@ class Watch(Generic[T]):
         self._listing: dict[str, T] = {}
         self._more = ""
         self._asked_at = -float("inf")
-        self._fruitful = False
         self._fruitless_watches = 0
         self._failures_in_a_row = 0
         self._pause = 0.0
@@ -128,7 +127,6 @@ class Watch(Generic[T]):
         """Return what to ask for next."""
         pause, self._pause = self._pause, 0.0
         self._asked_at = now + pause
-        self._fruitful = False
         if not self._more and now - self._listed_at >= self._settings.relist:
             self._version = ""
         if not self._version:
@@ -182,17 +180,12 @@ class Watch(Generic[T]):
         self.frames += 1
         self.confirmed_at = now
         self.problem = ""
-        self._fruitful = True
         self._fruitless_watches = self._failures_in_a_row = 0
         return changed, True
 
     def closed(self, now: float) -> None:
         """Note that a stream ended as streams do: at its time, or because the server stops."""
-        if self._fruitful or self._lasted(now):
-            self._failures_in_a_row = 0
-            self._pause = self._settings.shortest_pause * self._jitter()
-        else:
-            self._again(now)
+        self._again(now)
 
     def refused(self, code: int, status: Status, retry_after: float | None, now: float) -> None:
         """Note that the server answered with a status other than 200; `retry_after` is what its header says."""
@@ -208,7 +201,7 @@ class Watch(Generic[T]):
         """Note that asking failed, or that what came of it is of no use."""
         self.failures[failure] += 1
         self.problem = text
-        if failure in _MISSED or self._more:
+        if failure in _MISSED:
             self._start_over()
         self._again(now)
 

@@ -105,6 +105,14 @@ def test_a_page_that_is_gone_begins_the_list_anew(storage):
     assert len(watch.objects) == 5
 
 
+def test_a_page_that_fails_is_asked_for_again(storage):
+    watch = new_watch()
+    body = page_of(storage, limit=2)
+    watch.page(body, 0.0)
+    watch.failed(Failure.CUT, "broke off", 0.0)
+    assert watch.ask(0.0).query["continue"] == json.loads(body)["metadata"]["continue"]
+
+
 def test_frames_change_the_copy_and_move_the_version_on(storage):
     watch = listed(storage)
     watch.ask(0.0)
@@ -373,8 +381,8 @@ def test_any_sequence_of_faults_ends_with_what_the_server_has(script, rng):
                 watch.frame(line[: len(line) // 2] if frames else b"{", now)
             case "gone":
                 watch.frame(json.dumps({"type": "ERROR", "object": ApiError(410, "Expired", "").status}).encode(), now)
-            case "restored":  # from a backup: versions are lower than before
-                storage.revision -= 3
+            case "restored":  # from a backup, with versions that no client has seen, as is required
+                storage.revision += 1000
                 storage.compact()
                 watch.closed(now)
             case _:
