@@ -16,8 +16,8 @@ from picker.core.plugins.session_prefix_cache import SessionPrefixCacheArgs, Ses
 from picker.core.prefix_cache.hashing import block_hashes
 from picker.core.prompts import Prompt, parse
 from picker.core.scheduling.api import Candidates, Request
-from picker.core.sessions.chain import ChainReader
 from picker.core.sessions.frames import CHUNK
+from picker.core.sessions.reader import ChainReader
 
 _PATH = "/v1/chat/completions"
 _KIB = 1024

@@ -21,9 +21,10 @@ from picker.core.endpoints import Floats, Integers, slots_of
 from picker.core.prompts import Prompt, Unused
 from picker.core.prompts.parse import ABSENT
 from picker.core.scheduling.api import Candidates, MatchInfo, Request, Rng
-from picker.core.sessions.chain import MAX_POSITIONS, Chain, ChainReader, Stored
+from picker.core.sessions.chain import MAX_POSITIONS, Chain, Stored
 from picker.core.sessions.declared import SESSION_HEADERS, declared
 from picker.core.sessions.index import Claim, Evicted, SessionIndex
+from picker.core.sessions.reader import ChainReader
 from picker.core.tokens.lru import ByteLru
 from picker.core.usage import Usage
 

@@ -48,6 +48,7 @@ _NOT_OF_PART = frozenset({"cache_control", "signature", "citations", "annotation
 _NOT_OF_ITEM = frozenset({"id", "status", "cache_control", "encrypted_content"})
 _REFERENCE = "item_reference"
 
+_ROLES = {role: b"%d:%b" % (len(role), role.encode()) for role in ("user", "assistant", "system", "tool", "developer")}
 _encode = msgspec.json.Encoder().encode
 
 
@@ -146,9 +147,8 @@ def without_markers(tools: Any) -> Any:
     ]
 
 
-@lru_cache(maxsize=64)
 def _role(role: str) -> bytes:
-    return string(role.encode())
+    return _ROLES.get(role) or string(role.encode())
 
 
 def _content(content: Any, pending: list[bytes], blocks: Blocks, depth: int = 0) -> None:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
 from enum import StrEnum
 from math import inf
 
 from picker.core.sessions.chain import Chain
+from picker.core.sessions.tree import Cover, Node
 
 
 class Evicted(StrEnum):
@@ -30,52 +30,6 @@ class Evicted(StrEnum):
     """The engine had to compute what was used later than it."""
 
 
-class _Cover:
-    """The claims of one slot on what a node stands for, and when the last one was kept."""
-
-    __slots__ = ("held", "kept", "used")
-
-    def __init__(self) -> None:
-        self.held = 0
-        self.kept = 0
-        self.used = -inf
-
-    def copy(self) -> _Cover:
-        twin = _Cover()
-        twin.held, twin.kept, twin.used = self.held, self.kept, self.used
-        return twin
-
-
-class _Node:
-    """Positions of a chain after those of its parent. Claims end at the end of a node, or of one below it."""
-
-    __slots__ = ("children", "covers", "hashes", "mask", "parent", "size", "sizes", "tips")
-
-    def __init__(self, parent: _Node | None, hashes: array[int], sizes: array[int]) -> None:
-        self.parent = parent
-        self.hashes = hashes
-        self.sizes = sizes
-        self.size = sum(sizes)
-        self.children: dict[int, _Node] = {}
-        self.covers: dict[int, _Cover] = {}
-        self.mask = 0
-        self.tips = 0
-
-    def common(self, hashes: array[int], start: int) -> int:
-        """How many of its positions stand in `hashes` from `start` on."""
-        own = self.hashes
-        low, high = 0, min(len(own), len(hashes) - start)
-        if own[:high] == hashes[start : start + high]:
-            return high
-        while high - low > 1:
-            middle = (low + high) // 2
-            if own[low:middle] == hashes[start + low : start + middle]:
-                low = middle
-            else:
-                high = middle
-        return low
-
-
 class Claim:
     """That a slot holds a chain. Belongs to the index that made it.
 
@@ -85,7 +39,7 @@ class Claim:
 
     __slots__ = ("known", "known_used", "slot", "tip", "used")
 
-    def __init__(self, slot: _Slot, tip: _Node) -> None:
+    def __init__(self, slot: _Slot, tip: Node) -> None:
         self.slot = slot
         self.tip = tip
         self.used = -inf
@@ -104,7 +58,7 @@ class _Slot:
         self.size = 0
         self.capacity: float | None = None
         self.held: set[Claim] = set()
-        self.kept: OrderedDict[_Node, Claim] = OrderedDict()
+        self.kept: OrderedDict[Node, Claim] = OrderedDict()
         """By tip, from the least to the most recent."""
 
 
@@ -122,7 +76,7 @@ class SessionIndex:
         self.positions = 0
         """Positions of all chains that something is claimed of; those that several have in common count once."""
         self.evicted: Counter[Evicted] = Counter()
-        self._root = _Node(None, array("Q"), array("I"))
+        self._root = Node(None, array("Q"), array("I"))
         self._slots: dict[int, _Slot] = {}
         self._recent: OrderedDict[Claim, None] = OrderedDict()
         self._now = -inf
@@ -148,7 +102,7 @@ class SessionIndex:
         """
         groups: list[tuple[int, int]] = []
         alive, size = candidates, 0
-        for node, common in self._walk(chain.hashes):
+        for node, common in self._root.walk(chain.hashes):
             still = alive & node.mask
             if still != alive:
                 if size:
@@ -170,7 +124,7 @@ class SessionIndex:
         claim = Claim(owner, self._tip(chain))
         owner.held.add(claim)
         claim.tip.tips += 1
-        for node in _upwards(claim.tip):
+        for node in claim.tip.upwards():
             cover = self._cover(node, owner)
             cover.held += 1
             if cover.kept:
@@ -188,7 +142,7 @@ class SessionIndex:
         owner = claim.slot
         if claim in owner.held:
             owner.held.remove(claim)
-            for node in _upwards(claim.tip):
+            for node in claim.tip.upwards():
                 node.covers[owner.number].held -= 1
             self._end(claim)
 
@@ -201,7 +155,7 @@ class SessionIndex:
         self._now = now = max(now, self._now)
         owner.held.remove(claim)
         known = owner.kept.get(tip)
-        for node in _upwards(tip):
+        for node in tip.upwards():
             cover = node.covers[owner.number]
             cover.held -= 1
             cover.kept += known is None
@@ -214,7 +168,7 @@ class SessionIndex:
         owner.kept.move_to_end(tip)
         self._recent[known] = None
         self._recent.move_to_end(known)
-        for node in [node for node in _upwards(tip) if node is not tip and node in owner.kept]:
+        for node in [node for node in tip.upwards() if node is not tip and node in owner.kept]:
             self._drop(owner.kept[node])
         self._shrink(owner)
 
@@ -256,60 +210,23 @@ class SessionIndex:
         for owner in self._slots.values():
             self._shrink(owner)
 
-    def _walk(self, hashes: array[int]) -> Iterator[tuple[_Node, int]]:
-        """The nodes that a chain goes through, and how many of their positions it has: all but for the last node."""
-        node, depth, end = self._root, 0, len(hashes)
-        while depth < end and (child := node.children.get(hashes[depth])) is not None:
-            common = child.common(hashes, depth)
-            yield child, common
-            if common < len(child.hashes):
-                return
-            node, depth = child, depth + common
-
-    def _tip(self, chain: Chain) -> _Node:
+    def _tip(self, chain: Chain) -> Node:
         """The node that ends where the chain ends, made if need be."""
         tip, depth = self._root, 0
-        for node, common in self._walk(chain.hashes):
-            tip = node if common == len(node.hashes) else self._split(node, common)
+        for node, common in self._root.walk(chain.hashes):
+            tip = node if common == len(node.hashes) else node.split(common)
             depth += common
         if depth < len(chain.hashes):
-            tip = _Node(tip, chain.hashes[depth:], chain.sizes[depth:])
-            self._place(tip)
+            tip = Node(tip, chain.hashes[depth:], chain.sizes[depth:])
+            tip.place()
             self.positions += len(tip.hashes)
         return tip
 
-    def _split(self, node: _Node, at: int) -> _Node:
-        """Divide a node; returns the new upper part. The node itself remains the end of what ended there."""
-        upper = _Node(node.parent, node.hashes[:at], node.sizes[:at])
-        upper.covers = {slot: cover.copy() for slot, cover in node.covers.items()}
-        upper.mask = node.mask
-        self._place(upper)
-        node.parent = upper
-        node.hashes, node.sizes = node.hashes[at:], node.sizes[at:]
-        node.size -= upper.size
-        self._place(node)
-        return upper
-
-    def _join(self, node: _Node) -> None:
-        """Undo a split that nothing needs any more."""
-        if node is self._root or node.tips or len(node.children) != 1:
-            return
-        (lower,) = node.children.values()
-        lower.parent = node.parent
-        lower.hashes, lower.sizes = node.hashes + lower.hashes, node.sizes + lower.sizes
-        lower.size += node.size
-        self._place(lower)
-
     @staticmethod
-    def _place(node: _Node) -> None:
-        assert node.parent is not None  # noqa: S101  only the root has none
-        node.parent.children[node.hashes[0]] = node
-
-    @staticmethod
-    def _cover(node: _Node, owner: _Slot) -> _Cover:
+    def _cover(node: Node, owner: _Slot) -> Cover:
         cover = node.covers.get(owner.number)
         if cover is None:
-            cover = node.covers[owner.number] = _Cover()
+            cover = node.covers[owner.number] = Cover()
             node.mask |= owner.bit
             owner.size += node.size
         return cover
@@ -318,7 +235,7 @@ class SessionIndex:
         """Take a kept claim back."""
         owner, tip = claim.slot, claim.tip
         del owner.kept[tip], self._recent[claim]
-        for node in _upwards(tip):
+        for node in tip.upwards():
             node.covers[owner.number].kept -= 1
         self._end(claim)
 
@@ -326,7 +243,7 @@ class SessionIndex:
         """A claim is over: nodes that it alone needed go."""
         owner, tip = claim.slot, claim.tip
         tip.tips -= 1
-        for node in list(_upwards(tip)):
+        for node in list(tip.upwards()):
             cover = node.covers[owner.number]
             if cover.held or cover.kept:
                 continue
@@ -337,9 +254,9 @@ class SessionIndex:
                 assert node.parent is not None  # noqa: S101  it is not the root
                 del node.parent.children[node.hashes[0]]
                 self.positions -= len(node.hashes)
-                self._join(node.parent)
+                node.parent.join()
         if tip.mask:
-            self._join(tip)
+            tip.join()
 
     def _evict(self, claim: Claim, why: Evicted) -> None:
         self.evicted[why] += 1
@@ -351,11 +268,3 @@ class SessionIndex:
             self._evict(next(iter(owner.kept.values())), Evicted.CAPACITY)
         while self.positions > self.max_positions and len(self._recent) > 1:
             self._evict(next(iter(self._recent)), Evicted.POSITIONS)
-
-
-def _upwards(tip: _Node) -> Iterator[_Node]:
-    """A node and those above it, without the root."""
-    node = tip
-    while node.parent is not None:
-        yield node
-        node = node.parent

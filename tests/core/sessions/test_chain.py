@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from picker.core.prompts import parse
-from picker.core.sessions.chain import MAX_POSITIONS, Chain, ChainReader, Stored
+from picker.core.sessions.chain import MAX_POSITIONS, Chain, Stored
+from picker.core.sessions.reader import ChainReader
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 CHUNK = 512
