@@ -4,15 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 
-import pytest
 import yaml
-
-from tests.support.fake_kubernetes.resources import GATEWAYS
-from tests.support.fake_kubernetes.server import FakeKubernetes
-
-pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
 
 DEPLOYMENT = {
     "apiVersion": "apps/v1",
@@ -51,33 +44,6 @@ DEFINITION = {
         ],
     },
 }
-
-
-@pytest.fixture
-async def cluster():
-    server = FakeKubernetes(*GATEWAYS)
-    await server.start()
-    yield server
-    await server.stop()
-
-
-@pytest.fixture
-def kubectl(cluster, tmp_path):
-    (tmp_path / "config").write_text(cluster.kubeconfig())
-
-    async def run(*arguments, stdin="", fails=False):
-        process = await asyncio.create_subprocess_exec(
-            "kubectl",
-            *("--kubeconfig", tmp_path / "config", "--cache-dir", tmp_path / "cache", *arguments),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        out, err = await asyncio.wait_for(process.communicate(stdin.encode()), 30)
-        assert (process.returncode != 0) == fails, (out, err)
-        return (err if fails else out).decode()
-
-    return run
 
 
 def documents(*objects):

@@ -78,6 +78,10 @@ GATEWAYS = [
 
 MONITORING = _many("monitoring.coreos.com", "v1", "ServiceMonitor PodMonitor PrometheusRule")
 
+CERTIFICATES = _many("cert-manager.io", "v1", "Certificate Issuer", "ClusterIssuer")
+
+ISTIO = _many("networking.istio.io", "v1", "DestinationRule")
+
 
 def defined_by(definition: dict[str, Any]) -> list[Resource]:
     """What a CustomResourceDefinition makes an API server serve."""
