@@ -8,6 +8,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from picker.app.config_scheduler import SchedulerConfig
+from picker.app.config_sharing import SharingSettings
 from picker.app.config_sticky import SessionSticky
 from picker.core import addresses
 from picker.core.admission.settings import AdmissionSettings
@@ -296,6 +297,8 @@ class Config(Struct, frozen=True, rename="camel"):
     """Requests of one session go to one endpoint, for as long as it passes the filters. Off without `sources`."""
     admission: AdmissionSettings = AdmissionSettings()
     """Who is turned away, and who waits, while the pool is saturated."""
+    sharing: SharingSettings = SharingSettings()
+    """Picks shared between pickers."""
     models: ModelSettings = ModelSettings()
     """Names of models."""
     predict: Predict = Predict()

@@ -26,6 +26,7 @@ from picker.app.config_settings import FileEndpoints, KubernetesEndpoints, Learn
 from picker.app.kubernetes import kubernetes_settings
 from picker.app.kvcache import KvCachePart, PredictError
 from picker.app.reload import ConfigFile
+from picker.app.sharing import SharingPart
 from picker.app.sticky import StickyPart
 from picker.core.director import Director
 from picker.core.endpoints import Endpoint, EndpointTable
@@ -48,6 +49,8 @@ from picker.io.transport.server import Http2Server
 logger = structlog.get_logger(__name__)
 
 _STARTING = "starting"
+_COLD = "waiting for what other pickers know"
+_LOOK_SECONDS = 0.02
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -120,6 +123,7 @@ class Picker:
         self._director.decision_seconds = config.exchange.decision_seconds
         self._kv_cache = KvCachePart(self._director, config.predict, self._keep)
         self._sticky = StickyPart(self._director, self._keep)
+        self._sharing = SharingPart(self._director, self._keep)
         soon = asyncio.get_running_loop().call_soon
         self._service = ExtProcService(self._director, self._hub, _extproc_settings(config), soon)
         self._admit(config)
@@ -140,6 +144,7 @@ class Picker:
         metrics.service = self._service
         metrics.kv_cache = lambda: self._kv_cache.runtime
         metrics.prediction_outcomes = lambda: self._kv_cache.gate.counts
+        metrics.shared_picks = lambda: self._sharing.picks
         metrics.transport = self._server.counters
         metrics.scrape_outcomes = self._scraper.outcomes
         metrics.discovery_outcomes = self._discovery_outcomes
@@ -163,6 +168,7 @@ class Picker:
         with _naming("predict.listen", config.predict.listen):
             await self._kv_cache.start()
         self._sticky.configure(config.session_sticky)
+        self._sharing.configure(config.sharing)
         if self._kv_cache.port is not None:
             self.ports["predict"] = self._kv_cache.port
         self._discover(config)
@@ -184,6 +190,7 @@ class Picker:
                 task.cancel()
         await self._kv_cache.stop()
         await self._sticky.stop()
+        await self._sharing.stop()
         await self._admin.close(0.2)
         await self._http.cleanup()
         logger.info("The picker is down", open_streams=self._service.open_streams)
@@ -200,6 +207,7 @@ class Picker:
         self._director.decision_seconds = config.exchange.decision_seconds
         self._kv_cache.configure()
         self._sticky.configure(config.session_sticky)
+        self._sharing.configure(config.sharing)
         self._director.table.stale_seconds = config.scrape.stale_seconds
         self._service.settings = _extproc_settings(config)
         self._admit(config)
@@ -241,8 +249,18 @@ class Picker:
         if added or removed:
             logger.info("The endpoints have changed", endpoints=len(self._director.table), added=added, removed=removed)
         if self._not_ready == _STARTING:
+            self._become_ready()
+
+    def _become_ready(self) -> None:
+        """Be ready as soon as it is known what other pickers know."""
+        if self._not_ready not in (_STARTING, _COLD):
+            return
+        if self._sharing.warm:
             self._not_ready = None
             self._health.set_ready(True)
+        else:
+            self._not_ready = _COLD
+            asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._become_ready)
 
     def _why_not_ready(self) -> str | None:
         file, kubernetes = self._endpoint_file, self._kubernetes

@@ -18,6 +18,8 @@ from picker.io.kvcache.runtime import KvCacheRuntime
 from picker.io.metric_admission import admission_readings
 from picker.io.metric_families import MAX_MODELS, Family, ModelLabels, Reading, Readings
 from picker.io.metric_routing import by_endpoint, endpoint_labels, routing_readings
+from picker.io.sharing.metrics import sharing_readings
+from picker.io.sharing.picks import SharedPicks
 from picker.io.sticky.metrics import sticky_readings
 from picker.io.transport.counters import TransportCounters
 
@@ -36,6 +38,7 @@ class Sources:
         self.reload_outcomes: Callable[[], Mapping[str, int]] = dict
         self.prediction_outcomes: Callable[[], Mapping[str, int]] = dict
         self.kv_cache: Callable[[], KvCacheRuntime | None] = lambda: None
+        self.shared_picks: Callable[[], SharedPicks | None] = lambda: None
         self.models = ModelLabels()
 
     def prefix_indexes(self) -> Iterable[PrefixIndex]:
@@ -190,6 +193,7 @@ class Sources:
             *kv_cache_readings(self),
             *sticky_readings(self),
             *admission_readings(self),
+            *sharing_readings(lambda: self.shared_picks()),  # noqa: PLW0108  set later
             counter(
                 "model_label_overflow_total",
                 "",

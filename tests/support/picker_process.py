@@ -175,11 +175,13 @@ class PickerProcess:
         found: dict[str, Any] = await self.get(f"/debug/scores.json?decision={number}")
         return found
 
-    async def matched(self, body: bytes, plugin: str = "prefix-cache") -> dict[str, tuple[int, int]]:
-        """How much of this chat request each endpoint is thought to hold, in blocks of its total, by address."""
+    async def matched(
+        self, body: bytes, plugin: str = "prefix-cache", path: str = "/v1/chat/completions"
+    ) -> dict[str, tuple[int, int]]:
+        """How much of this request each endpoint is thought to hold, in blocks of its total, by address."""
         assert self._session is not None
         url = f"http://127.0.0.1:{self.ports['http']}/debug/explain"
-        async with self._session.post(url, json={"body": body.decode()}) as answer:
+        async with self._session.post(url, json={"body": body.decode(), "path": path}) as answer:
             decision = await answer.json()
         return {
             endpoint["address"]: (found["matched"], found["total"])

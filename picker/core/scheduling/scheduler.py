@@ -88,6 +88,8 @@ class Scheduler:
         self.scorers = tuple(scorers)
         self.counts_work = counts_work
         self.disaggregation = disaggregation
+        self._by_cost = next((scorer for scorer, _ in scorers if hasattr(scorer, "formula")), None)
+        """The scorer that goes by costs, and so by the match that the work was counted by."""
         self._costing: Costing | None = next(
             (formula for scorer, _ in scorers if (formula := getattr(scorer, "formula", None)) is not None), None
         )
@@ -173,7 +175,8 @@ class Scheduler:
                     costs = self._costing.costs(work.uncached, queued, in_flight)
                 candidates = Candidates(table, slots, candidates.mask, work, costs if len(costs) else None)
             for scorer, weight in self.scorers:
-                info = infos.get(scorer.producer) if scorer.producer else None
+                producer = scorer.producer or (work.source if work is not None and scorer is self._by_cost else "")
+                info = infos.get(producer) if producer else None
                 scores = scorer.score(request, candidates, info, rng)
                 if scores is not None:
                     weighted = scores if weight == 1 else scores * weight

@@ -165,8 +165,7 @@ class Replicas:
     # What goes out
 
     def flush(self, now: float) -> list[bytes]:
-        """The messages that are due. Peers that fell silent are dropped on the way."""
-        self._expire(now)
+        """The messages that are due."""
         out: list[bytes] = []
         while self._events:
             events, self._events = self._events[:EVENTS_PER_BATCH], self._events[EVENTS_PER_BATCH:]
@@ -193,7 +192,8 @@ class Replicas:
         self._told_at = now
         return encode(Batch(self.name, self._sequence, events))
 
-    def _expire(self, now: float) -> None:
+    def expire(self, now: float) -> None:
+        """Drop pickers that fell silent, and ask again those that owe an answer. To be called often."""
         for name, peer in list(self._peers.items()):
             if now - peer.heard_at > GONE_SECONDS:
                 self._drop(name, now)

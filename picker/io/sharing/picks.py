@@ -23,6 +23,7 @@ logger = structlog.get_logger(__name__)
 
 _MOST_UNANSWERED = 64
 """Publications that Redis has not answered. With more, events wait with us, where they are counted and bounded."""
+_EXPIRE_SECONDS = 0.1
 _WARM_SECONDS = 2.0
 """A picker that starts waits at most so long to hear what others know."""
 
@@ -65,6 +66,7 @@ class SharedPicks:
     async def run(self) -> None:
         """Stay connected until cancelled."""
         self._director.sharing = self.replicas
+        watching = asyncio.create_task(self._forget_the_silent())
         try:
             while True:
                 try:
@@ -75,7 +77,13 @@ class SharedPicks:
                         logger.warning("Redis is not available; picks are not shared", error=self._said)
                 await asyncio.sleep(self._backoff.next())
         finally:
+            watching.cancel()
             self._director.sharing = None
+
+    async def _forget_the_silent(self) -> None:
+        while True:
+            await asyncio.sleep(_EXPIRE_SECONDS)
+            self.replicas.expire(self._director.now())
 
     async def _stay_connected(self) -> None:
         subscription = await Subscription.to(self._redis, self._channel, self._receive)

@@ -49,6 +49,7 @@ class Fleet:
     def tick(self, seconds=0.01):
         self.now += seconds
         for number, director in list(self.pickers.items()):
+            director.sharing.expire(self.now)
             for message in director.sharing.flush(self.now):
                 for other, receiver in self.pickers.items():
                     if (number, other) not in self.lost:
