@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
+from pathlib import Path
 
 import pytest
+import yaml
 from structlog.testing import capture_logs
 
 from picker.core.kubernetes.pools import PoolGroup
@@ -289,6 +292,21 @@ async def test_what_is_not_allowed_is_said_with_its_remedy(cluster, discover, un
     cluster.faults.clear()
     fill(cluster, 1)
     await until(lambda: discovery.addresses == [address(0)])
+
+
+async def test_the_role_that_is_shipped_is_enough(cluster, discover, until):
+    documents = yaml.safe_load_all((Path(__file__).parents[3] / "manifests/base/access.yaml").read_text())
+    rules = next(document for document in documents if document["kind"] == "Role")["rules"]
+    allowed = {(verb, plural) for rule in rules for plural in rule["resources"] for verb in rule["verbs"]}
+    everything = itertools.product(("get", "list", "watch", "create"), ("pods", "inferencepools"))
+    cluster.faults.forbidden = set(everything) - allowed
+    fill(cluster, 1)
+    cluster.apply(pool("pool"))
+    discovery = discover(source="pool")
+    await until(lambda: discovery.addresses == [address(0)] and len(cluster.streams) == 2)
+    fill(cluster, 1, start=1)
+    await until(lambda: discovery.addresses == [address(0), address(1)])
+    assert (discovery.failures, set(cluster.requests) <= allowed) == ({}, True)
 
 
 async def test_a_kind_that_is_not_there_is_said_with_its_remedy(cluster, discover, until):
