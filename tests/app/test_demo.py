@@ -34,7 +34,7 @@ async def test_a_child_that_ends_says_why(tmp_path):
 
 def test_the_comparison(tmp_path):
     run = subprocess.run(
-        [*COMMAND, "--json", "--engines=2", "--seconds=3", "--kv-events"],
+        [*COMMAND, "--json", "--engines=2", "--seconds=5", "--kv-events"],
         capture_output=True,
         text=True,
         timeout=90,

@@ -136,17 +136,13 @@ async def picker_stack(
 
 
 def follow_events(config: dict[str, Any], sources: dict[str, dict[str, str]]) -> dict[str, Any]:
-    """The same configuration with `kvcache-aware` in the place of `prefix-cache`, over events by engine."""
+    """The same configuration and policy, with what engines say they hold in the place of what they were sent."""
     entries = [{**entry, "kvEvents": sources[entry["name"]]} for entry in config["endpoints"]["static"]]
-    scorers = [{"name": "least-request", "weight": 1}, {"name": "kvcache-aware", "weight": 2}]
     return {
         **config,
         "endpoints": {"static": entries},
         "predict": {"listen": f"{_HOST}:0"},
-        "scheduler": {
-            "pluginConfig": [{"name": "kvcache-aware", "args": {"indexMode": "direct"}}],
-            "plugins": {"Score": {"enabled": scorers}},
-        },
+        "scheduler": {"pluginConfig": [{"name": "kvcache-aware", "args": {"indexMode": "direct"}}]},
     }
 
 
