@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from picker.app.config import Config
 from picker.app.config_settings import TlsMode
 from tests.manifests.builds import Document, identity
 from tests.manifests.reading import dig, of_kind, picker_config, pod_templates
@@ -199,9 +200,19 @@ def plain_envoy(documents: list[Document]) -> Iterator[str]:
                 yield f"Envoy connects to port {port} of {name}"
 
 
+def _wants_redis(config: Config) -> bool:
+    modes = [entry.args.index_mode for entry in config.scheduler.plugin_config if entry.name == "kvcache-aware"]
+    return config.sharing.enabled or modes == ["redis"]
+
+
 def redis(documents: list[Document]) -> Iterator[str]:
     """What looks for Redis finds it."""
     there = {each["metadata"]["name"]: each["spec"] for each in of_kind(documents, "Service")}
+    if "picker" in pod_templates(documents) and _wants_redis(picker_config(documents)):
+        (container,) = pod_templates(documents)["picker"]["spec"]["containers"]
+        missing = {"REDIS_HOST", "REDIS_PORT", "REDIS_PASSWORD"} - {each["name"] for each in container["env"]}
+        if missing:
+            yield f"the picker asks Redis, and is not told {missing}"
     for name, template in pod_templates(documents).items():
         for container in template["spec"]["containers"]:
             said = {each["name"]: each.get("value") for each in container.get("env", ())}
