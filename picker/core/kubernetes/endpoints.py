@@ -17,6 +17,7 @@ from picker.core import addresses
 from picker.core.endpoints import Endpoint, KvEvents
 from picker.core.kubernetes.pods import KV_EVENTS, KV_EVENTS_REPLAY, KV_EVENTS_TOPIC, RUNTIME, PodFacts
 
+MOST_ENDPOINTS = 10_000
 _ENGINE_LABELS = ("llm-d.ai/engine-type", "inference.networking.k8s.io/engine-type")
 _SIDECAR = "runtime"
 """What Kthena calls the container of its sidecar, whose restarts leave the engine's cache as it is."""
@@ -83,7 +84,9 @@ class EndpointFinder:
                     odd["duplicate_address"] += 1
                     by_address[claim.endpoint.address] = max(claim, other, key=_strength)
         endpoints = sorted((claim.endpoint for claim in by_address.values()), key=_identity)
-        return Found(tuple(endpoints), odd)
+        if len(endpoints) > MOST_ENDPOINTS:
+            odd["too_many"] = len(endpoints) - MOST_ENDPOINTS
+        return Found(tuple(endpoints[:MOST_ENDPOINTS]), odd)
 
     def _read(self, pod: PodFacts) -> _Read:
         odd: Counter[str] = Counter()

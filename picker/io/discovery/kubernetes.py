@@ -84,7 +84,9 @@ class KubernetesDiscovery:
                 return watch.problem + _remedy(watch.problem, self._settings)
         if self._pool is not None and self._pool.synced and self._selection is None:
             pool, group = self._settings.source, self._settings.group
-            return f"no InferencePool {pool} of {group} is in the namespace; apply it, or correct its name, namespace, group"
+            return (
+                f"there is no usable InferencePool {pool} of {group}; apply it, or correct its name, namespace or group"
+            )
         return ""
 
     def staleness(self) -> float:

@@ -143,6 +143,12 @@ def containers(**ports):
     return [{"name": name, "ports": [{"containerPort": port} for port in own]} for name, own in ports.items()]
 
 
+def test_more_endpoints_than_can_be_are_counted():
+    pods = {str(number): facts(pod(str(number), f"10.0.{number // 200}.{number % 200}")) for number in range(1300)}
+    found = EndpointFinder(range(8000, 8008), "vllm", ENGINES).find(pods)
+    assert (len(found.endpoints), found.odd) == (10_000, {"too_many": 400})
+
+
 def test_pods_on_one_node_network_have_the_ports_that_they_say():
     a = pod("a", spec__hostNetwork=True, spec__containers=containers(engine=[8000]))
     b = pod("b", spec__hostNetwork=True, spec__containers=containers(engine=[8001]))

@@ -94,8 +94,8 @@ async def test_a_pool_says_which_pods_and_ports(cluster, discover, until):
     await until(lambda: discovery.told)
     assert discovery.told == [[]]
     assert discovery.problem == (
-        "no InferencePool pool of inference.networking.k8s.io is in the namespace; apply it, or correct its name, "
-        "namespace, group"
+        "there is no usable InferencePool pool of inference.networking.k8s.io; "
+        "apply it, or correct its name, namespace or group"
     )
     cluster.apply(pool("another", labels={"app": "other"}))
     cluster.apply(pool("pool"))
