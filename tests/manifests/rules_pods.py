@@ -65,8 +65,11 @@ def draining(documents: list[Document]) -> Iterator[str]:
                 yield f"{name} is not protected from disruptions"
         if name in {"picker", "envoy"} and dig(spec, "strategy", "rollingUpdate", "maxUnavailable") != 0:
             yield f"a rollout of {name} leaves fewer than before"
-        if name == "envoy" and grace < 600:
-            yield "envoy is killed in the middle of answers"
+        if name == "envoy":
+            (container,) = spec["template"]["spec"]["containers"]
+            pause = dig(container, "lifecycle", "preStop", "sleep", "seconds") or 0
+            if not 600 <= pause <= grace - 10:
+                yield f"envoy ends after {pause} s in the middle of answers, and is killed after {grace} s"
 
 
 def memory(documents: list[Document]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+import aiohttp
 import grpc
 import pytest
 import yaml
@@ -27,6 +29,9 @@ from picker.app import sidecar_settings
 from picker.app.envoy import Template, find_envoy, load
 from picker.core.engine_page import NAMES
 from picker.sim import command as engine_sim
+from picker.sim.config import EngineSimConfig
+from picker.sim.launch import start_engine
+from picker.sim.limits import StepCost
 from tests.manifests.builds import MANIFESTS, build, one
 from tests.manifests.reading import picker_config, pod_templates
 
@@ -227,6 +232,35 @@ def test_sidecars_take_their_arguments_and_hear_the_engine(engine):
     assert [settings.port] == [port["containerPort"] for port in runtime["ports"]]
     (model,) = [each for each in container["args"] if re.match("--model(-path)?=", each)]
     assert settings.model == model.partition("=")[2]
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+async def test_an_engine_is_told_to_end_when_its_answers_are_over(engine):
+    """The shipped hook, against an engine of that kind with a request of a second; a sleep of 15 s is left out."""
+    (container, _) = pod_templates(build("engines"))[engine]["spec"]["containers"]
+    shell, option, script = container["lifecycle"]["preStop"]["exec"]["command"]
+    running = await start_engine(EngineSimConfig(flavour=engine, cost=StepCost(base=0.05)))
+    script = script.replace("sleep 15;", "").replace("sleep 2", "sleep 0.1")
+    script = script.replace("localhost:8000", running.url.removeprefix("http://"))
+    try:
+        body = {"model": "sim", "prompt": "Hello", "max_tokens": 20, "ignore_eos": True}
+        async with aiohttp.ClientSession() as session:
+            answer = asyncio.create_task(session.post(f"{running.url}/v1/completions", json=body))
+            while not (await running_requests(session, running.url)):
+                await asyncio.sleep(0.01)
+            hook = await asyncio.create_subprocess_exec(shell, option, script)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(hook.wait()), 0.3)
+            assert (await answer).status == 200
+            assert await asyncio.wait_for(hook.wait(), 20) == 0
+    finally:
+        await running.close()
+
+
+async def running_requests(session: aiohttp.ClientSession, url: str) -> bool:
+    async with session.get(f"{url}/metrics") as answer:
+        page = await answer.text()
+    return bool(re.search(r"^(vllm:num_requests_running|sglang:num_running_reqs)[^ ]* [1-9]", page, re.MULTILINE))
 
 
 def test_commands_in_the_guides_are_those_of_the_tools():
