@@ -21,7 +21,9 @@ from picker.core.plugins.registry import SchedulerSpec, build_scheduler
 from picker.core.prompts import Prompt
 from picker.core.scheduling.api import Candidates, Request
 from picker.core.strict import Findings
+from picker.core.tickets import PrefillSignal
 from picker.core.tokens.prompt import MultiModalItem, TokenPrompt
+from picker.core.usage import Usage
 
 SIZE = 16
 SCORER = PrefixScorer("kvcache-aware", "kvcache-aware")
@@ -246,3 +248,122 @@ def test_arguments_that_do_not_fit_together():
     args = KvCacheArgs(tokenizers=(Way.LOCAL, Way.LOCAL), zmq_port=65_535, zmq_ranks=2)
     args.check("args", findings)
     assert [problem.path for problem in findings.problems] == ["args.tokenizers", "args.modelDirectory", "args.zmqPort"]
+
+
+class Ticket:
+    """What a director would be told of a prefill."""
+
+    def __init__(self) -> None:
+        self.done: list[float] = []
+        self.signals: list[tuple[PrefillSignal, float]] = []
+
+    def progress(self, tokens: float, now: float) -> None:  # noqa: ARG002
+        self.done.append(tokens)
+
+    def prefilled(self, now: float, signal: PrefillSignal) -> None:
+        self.signals.append((signal, now))
+
+
+def test_blocks_that_are_stored_tell_how_far_a_prefill_is():
+    fleet = Fleet()
+    fleet.store(0, 32)
+    ticket = Ticket()
+    learning = fleet.match(tokens(165)).picked(0)
+    learning.watch(ticket)
+    fleet.store(1, 160)  # another engine's
+    fleet.store(0, 96)  # chunks repeat what was there
+    fleet.store(0, 96)
+    assert (ticket.done, ticket.signals) == ([64], [])
+    fleet.store(0, 160)
+    assert (ticket.done, ticket.signals) == ([64], [(PrefillSignal.KV_EVENTS, 1.0)])
+    learning.confirm(0)
+    fleet.store(0, 160)
+    assert len(ticket.signals) == 1
+    assert fleet.producer.index.watches.blocks == 0
+
+
+def test_a_request_of_several_prompts_is_over_with_the_last_one():
+    fleet = Fleet()
+    fleet.store(0, 16, first=5000)
+    ticket = Ticket()
+    learning = fleet.match(tokens(32), tokens(48, first=1000), tokens(8, first=2000)).picked(0)
+    learning.watch(ticket)
+    fleet.store(0, 48, first=1000)
+    assert (ticket.done, ticket.signals) == ([48], [])
+    fleet.store(0, 32)
+    assert (ticket.done, len(ticket.signals)) == ([48], 1)
+    learning.undo()
+
+
+@pytest.mark.parametrize("end", ["confirm", "undo", "forget"])
+def test_nothing_is_told_when_it_is_over(end):
+    fleet = Fleet()
+    fleet.store(0, 16)
+    ticket = Ticket()
+    learning = fleet.match(tokens(64)).picked(0)
+    learning.watch(ticket)
+    fleet.producer.forget(0) if end == "forget" else learning.confirm(0) if end == "confirm" else learning.undo()
+    fleet.store(0, 64)
+    assert (ticket.done, ticket.signals) == ([], [])
+
+
+def test_a_cached_prompt_has_nothing_to_wait_for():
+    fleet = Fleet()
+    fleet.store(0, 64)
+    fleet.match(tokens(70)).picked(0).watch(Ticket())
+    assert fleet.producer.index.watches.blocks == 0
+
+
+def compared(fleet: Fleet, learning, cached: int | None, served: int | None = 0) -> dict[str, int]:
+    learning.confirm(served, Usage(prompt_tokens=100, cached_tokens=cached))
+    return dict(+fleet.producer.agreement.outcomes)
+
+
+def test_predictions_are_compared_with_what_engines_report():
+    fleet = Fleet()
+    fleet.store(0, 64)
+    pick = lambda count: fleet.match(tokens(count)).picked(0)  # noqa: E731
+    assert compared(fleet, pick(65), None) == {}
+    assert compared(fleet, pick(65), 64) == {"exact": 1}
+    assert compared(fleet, pick(64), 64) == {"exact": 1, "under": 1}
+    assert compared(fleet, pick(165), 0) == {"exact": 1, "under": 1, "over": 1}
+    # Predicted minus reported: 0, -16 and 64, by the bounds -4096, -512, -64, -1, 0, 64, 512, 4096.
+    assert fleet.producer.agreement.errors == [0, 0, 0, 1, 1, 1, 0, 0, 0]
+    streak = fleet.producer.agreement.streaks[0]
+    assert (streak.requests, streak.error) == (2, 48)
+    assert compared(fleet, pick(65), 64)["exact"] == 2
+    assert fleet.producer.agreement.streaks == {}
+
+
+def test_what_cannot_be_compared():
+    fleet = Fleet()
+    fleet.store(0, 64)
+    first, second = (fleet.match(tokens(165)).picked(0) for _ in range(2))
+    # The blocks of the first may come in time for the second, or not.
+    assert compared(fleet, second, 160) == {"not_comparable": 1}
+    assert compared(fleet, first, 64) == {"not_comparable": 1, "exact": 1}
+    elsewhere = fleet.match(tokens(165)).picked(0)
+    assert compared(fleet, elsewhere, 0, served=1) == {"not_comparable": 2, "exact": 1}
+    assert compared(fleet, fleet.match(tokens(65)).picked(0), 0, served=None) == {"not_comparable": 2, "exact": 1}
+
+
+def test_an_endpoint_that_may_hold_more_is_not_blamed_for_it():
+    fleet = Fleet()
+    fleet.store(0, 64)
+    fleet.producer.index.mark_incomplete(0, 0, 1.0)
+    assert compared(fleet, fleet.match(tokens(165)).picked(0), 160) == {"incomplete": 1}
+    assert compared(fleet, fleet.match(tokens(165)).picked(0), 0) == {"incomplete": 1, "over": 1}
+
+
+def test_what_redis_and_hashes_say_is_compared_up_to_their_limit():
+    fleet = Fleet(IndexMode.REDIS, max_blocks_to_match=4)
+    pick = lambda blocks, **more: fleet.match(tokens(97, **more), owners=[blocks]).picked(0)  # noqa: E731
+    assert compared(fleet, pick(OwnedPrefix([(3, 0b011)], {})), 48) == {"exact": 1}
+    assert compared(fleet, pick(OwnedPrefix([(3, 0b010)], {})), 48) == {"exact": 1, "under": 1}
+    assert compared(fleet, pick(OwnedPrefix([(4, 0b001)], {})), 96)["not_comparable"] == 1
+    assert compared(fleet, pick(None, cache_salt="s"), 96)["not_comparable"] == 2
+    fleet = Fleet(IndexMode.MEMORY, max_blocks_to_match=4)
+    fleet.producer.hashes.store(0, "m", hashes(48), [1.0] * 3)
+    assert compared(fleet, fleet.match(tokens(97)).picked(0), 48) == {"exact": 1}
+    fleet.producer.hashes.store(0, "m", hashes(97), [1.0] * 6)
+    assert compared(fleet, fleet.match(tokens(97)).picked(0), 96) == {"exact": 1, "not_comparable": 1}

@@ -43,7 +43,22 @@ async def test_requests_go_to_the_holder_and_predictions_are_what_engines_report
     assert hits > 12
     metrics = await fleet.picker.settled()
     assert metrics("kvcache_preparations_total", outcome="ok") == 36
+    assert metrics("predictions_compared_total", outcome="exact") == 36
+    assert [metrics("prediction_error_tokens_bucket", le=bound) for bound in ("-1", "0", "+Inf")] == [0, 36, 36]
     assert sum(engine.stats()["evictions"] for engine in fleet.engines) > 0
+
+
+@pytest.mark.parametrize("mode", ["direct", "memory"])
+async def test_events_tell_when_a_prompt_is_computed(start_fleet, mode):
+    """Before the answer does, which is long and comes in one piece."""
+    fleet = await start_fleet(mode, plugins={})
+    for number in range(8):
+        await fleet.send(body(prompt(number, 100), max_tokens=600))
+    metrics = await fleet.picker.settled()
+    # How large an engine's blocks are is known from its first events on.
+    assert metrics("prefill_over_total") == 8
+    assert metrics("prefill_over_total", signal="kv_events") >= 6
+    assert metrics("endpoint_queued_tokens") == 0
 
 
 @pytest.mark.parametrize("template", Template)

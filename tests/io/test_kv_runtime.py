@@ -21,6 +21,7 @@ from picker.core.exchange.effects import BodyState, Decide, Finish, LearnedOn
 from picker.core.plugins.kvcache_args import IndexMode, KvCacheArgs, RedisArgs, Way
 from picker.core.plugins.registry import SchedulerSpec, build_scheduler
 from picker.core.tokens.prompt import TokenPrompt
+from picker.core.usage import Usage
 from picker.io.kvcache import watch
 from picker.io.kvcache.direct import event_source
 from picker.io.kvcache.memory import router_id
@@ -257,6 +258,28 @@ async def test_an_engine_without_events_is_noticed_when_requests_go_there(backgr
                 director.route(await decide(director, asking("", prompt=list(range(40 + number)))))
             await until(lambda: [log for log in logs if "cannot be had" in log["event"]])
             assert len(said()) == 1
+
+
+async def test_an_engine_that_reports_something_else_is_noticed(background, until, monkeypatch):
+    monkeypatch.setattr(watch, "DISAGREEING", 3)
+    monkeypatch.setattr(watch, "_SAID_EVERY", 0.0)
+    director, runtime = make(index_mode=IndexMode.DIRECT)
+    done = Finish(success=True, learned_on=LearnedOn.STREAM_END, status=200, served=None)
+    with capture_logs() as logs:
+        background(runtime.run())
+        async with engine() as running:
+            become(director, runtime, endpoint(running))
+            await until(lambda: runtime.chain is not None and runtime.incomplete() == 0)
+            for number in range(3):
+                ticket = director.route(await decide(director, asking(TEXT + str(number))))
+                ticket.finish(done, Usage(prompt_tokens=100, cached_tokens=64))
+            await until(lambda: [log for log in logs if "not what was predicted" in log["event"]])
+            await until(lambda: [log for log in logs if log["event"] == "Cached tokens, predicted and reported"])
+    (said,) = [log for log in logs if "not what was predicted" in log["event"]]
+    assert (said["requests"], said["predicted_minus_reported"]) == (3, -192)
+    assert "blockSizeToHash" in said["event"]
+    (told,) = [log for log in logs if log["event"] == "Cached tokens, predicted and reported"]
+    assert (told["requests"], told["exact_share"], told["under"]) == (3, 0.0, 3)
 
 
 async def test_a_model_that_nobody_serves_is_noticed(background, until, monkeypatch):

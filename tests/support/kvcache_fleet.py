@@ -97,14 +97,17 @@ def entry(engine: RunningEngine, *, events: bool) -> dict[str, Any]:
     return found
 
 
-def picker_config(mode: str, entries: list[dict[str, Any]], **args: Any) -> dict[str, Any]:
-    """A picker's configuration with arguments for the plugin."""
+def picker_config(
+    mode: str, entries: list[dict[str, Any]], plugins: dict[str, Any] = SCORES, **args: Any
+) -> dict[str, Any]:
+    """A picker's configuration with arguments for the plugin; without `plugins` they are those of `token-cost`."""
     plugin = {"name": "kvcache-aware", "args": {"indexMode": mode, **args}}
     return {
         "predict": {"listen": "127.0.0.1:0", "requestsPerSecond": 1000},
         "endpoints": {"static": entries},
+        "exchange": {"learnUsage": "from-body"},
         "scrape": OFTEN,
-        "scheduler": {"pluginConfig": [plugin], "plugins": SCORES},
+        "scheduler": {"pluginConfig": [plugin], **({"plugins": plugins} if plugins else {})},
     }
 
 

@@ -99,8 +99,11 @@ class EngineCache:
         self._shape(PoolShape(group, medium, block_size, tail))
         return found
 
-    def store(self, event: BlockStored, *, reports_reuse: bool) -> None:
-        """Take over stored blocks. With `reports_reuse` blocks of a store from block 0 are not counted twice."""
+    def store(self, event: BlockStored, *, reports_reuse: bool) -> Sequence[int]:
+        """Take over stored blocks; returns their keys, none while they are not known.
+
+        With `reports_reuse` blocks of a store from block 0 are not counted twice.
+        """
         names = event.block_hashes
         size = event.block_size
         group, medium = place = (event.group_idx or 0, (event.medium or GPU).upper())
@@ -111,40 +114,41 @@ class EngineCache:
             size = shape.block_size
         if not 0 < size <= MOST_BLOCK_TOKENS:
             self._dropped["block size"] += 1
-            return
+            return ()
         if shape is not None and size < shape.block_size and place in self._pools:
             self._dropped["partial block"] += 1
-            return
+            return ()
         if place not in self._pools and len(self._pools) >= self._limits.pools:
             self._dropped["too many pools"] += 1
-            return
+            return ()
         tail = tail_blocks(event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window, size)
         table, pool = self.expect(group, medium, size, tail)
         if self.shapes[place].tail != tail:
             self._shape(PoolShape(group, medium, size, tail))
         if not names:
-            return
+            return ()
         first_block = event.parent is None
         count_again = not (reports_reuse and first_block)
         if len(event.token_ids) != len(names) * size:
             table.store(names, [0] * len(names), pool, count_again=count_again)
-            return
+            return ()
         try:
             tokens = pack(event.token_ids)
         except (TypeError, OverflowError):
             self._dropped["token ids"] += 1
-            return
+            return ()
         adapter = event.lora_name if event.lora_name is not None else _numbered(event.lora_id)
         suffixes = event_suffixes(event.extra_keys, event.lora_name, first_block, event.cache_salt)
         parent = root_key(self._model, adapter, size) if event.parent is None else table.key_of(event.parent)
         if not parent:
             table.store(names, [0] * len(names), pool, count_again=count_again)
             self._wait(event.parent or 0, size, _Orphan(names, tokens, suffixes, table))
-            return
+            return ()
         keys = block_keys(parent, tokens, size, len(names), suffixes)
         table.store(names, keys, pool, count_again=count_again)
         if self._waiting:
             self._adopt(names, keys, size)
+        return keys
 
     def remove(self, names: Iterable[int], group: int, medium: str) -> None:
         """Take over that one copy of each block is gone."""

@@ -7,10 +7,23 @@ from typing import NamedTuple
 
 
 class Hold(NamedTuple):
-    """Blocks that one request makes visible in some lanes; give it back to `BlockIndex.release`."""
+    """Blocks that one request makes visible in some lanes of a slot; give it back to `BlockIndex.release`.
 
+    `cached` are the tokens of its prompt that the slot surely had before, and `complete` whether it cannot have more.
+    """
+
+    slot: int
+    cached: int
+    complete: bool
+    block_size: int
+    """0 where nothing is held."""
     parts: Sequence[tuple[int, dict[int, int], Sequence[int]]]
     """`(lane, the lane's counts, keys)`"""
+
+    @property
+    def missing(self) -> Sequence[int]:
+        """Keys of the blocks that the slot lacks, in the order of the prompt."""
+        return max((keys for _, _, keys in self.parts), key=len, default=())
 
 
 class Holds:

@@ -21,6 +21,7 @@ from picker.core.block_index.lookup import Lookup
 from picker.core.block_index.prediction import Prediction, least
 from picker.core.block_index.prompt import Prompt
 from picker.core.block_index.source import Source, SourceStats
+from picker.core.block_index.watches import Watches
 from picker.core.kv_events.events import BlockRemoved, BlockStored, EventBatch, KvEvent
 
 TIER_WEIGHTS: Mapping[str, float] = {GPU: 1.0, "CPU": 0.8, "CPU_PINNED": 0.8, "DISK": 0.5, "STORAGE": 0.5}
@@ -55,6 +56,7 @@ class BlockIndex:
         self.expired = 0
         """Sources forgotten by `expire`."""
         self.chains = KeyChains() if chains is None else chains
+        self.watches = Watches()
         self._max_blocks = max_blocks
         self._limits = limits
         self._tier_weights = tier_weights
@@ -90,7 +92,9 @@ class BlockIndex:
             for event in events:
                 if isinstance(event, BlockStored):
                     stored += len(event.block_hashes)
-                    source.cache.store(event, reports_reuse=self._reports_reuse)
+                    keys = source.cache.store(event, reports_reuse=self._reports_reuse)
+                    if self.watches.blocks:
+                        self.watches.stored(slot, keys, now)
                     if source.cache.shapes_changed:
                         self._arrange(source)
                     self._enforce_cap(slot)
@@ -176,13 +180,18 @@ class BlockIndex:
         Engines with windows are left out: which blocks they will keep is theirs to say.
         """
         parts = []
-        for source in self._sources.get(slot, {}).values():
+        sources = self._sources.get(slot, {}).values()
+        cached: list[int] = []
+        size = 0
+        for source in sources:
+            found = self._lookup.find(prompt, source.cache.bit, held=False)
+            cached.append(found[0].tokens if found else 0)
             shape = source.layout.single
             if shape is not None:
-                found = self._lookup.find(prompt, source.cache.bit, held=False)
-                blocks = found[0][0] // shape.block_size if found else 0
-                parts.append(self._holds.add(source.cache.lane, prompt.chain(shape.block_size).keys[blocks:]))
-        return Hold(parts)
+                size = shape.block_size
+                parts.append(self._holds.add(source.cache.lane, prompt.chain(size).keys[cached[-1] // size :]))
+        complete = bool(sources) and all(source.incomplete_since is None for source in sources)
+        return Hold(slot, min(cached, default=0), complete, size, parts)
 
     def release(self, hold: Hold) -> None:
         """Take a hold back, once. Nothing happens where the engine's cache was forgotten in the meantime."""
@@ -199,6 +208,7 @@ class BlockIndex:
         for source in self._sources.pop(slot, {}).values():
             self._retire(source)
         self._assign(slot)
+        self.watches.forget(slot)
 
     def sweep(self, blocks: int = 1000) -> bool:
         """Free up to so many blocks of forgotten caches, the default in less than 1 ms; returns if any are left."""

@@ -17,13 +17,13 @@ from picker.core.block_hashes.prompts import PromptHashes
 from picker.core.block_index.holds import Hold
 from picker.core.block_index.index import BlockIndex
 from picker.core.block_index.prompt import Prompt
-from picker.core.endpoints import Floats, slots_of
+from picker.core.endpoints import Floats, Slots, slots_of
 from picker.core.kv_index.hash_index import HashIndex
 from picker.core.kv_index.owners import OwnedPrefix
 from picker.core.plugins.kvcache_args import IndexMode, KvCacheArgs
+from picker.core.plugins.kvcache_learning import Agreement, Expected, KvCacheLearning
 from picker.core.scheduling.api import Candidates, MatchInfo, Request, Rng
 from picker.core.tokens.prompt import TokenPrompt
-from picker.core.usage import Usage
 
 NAME = "kvcache-aware"
 TOKENS = "tokens"
@@ -52,6 +52,7 @@ class KvCacheProducer:
         """Prompts looked up, by model or adapter; at most `_MOST_MODELS` of them."""
         self.matched_models: set[str] = set()
         """Those of which a prompt has matched."""
+        self.agreement = Agreement()
         self._take(args)
 
     def reconfigure(self, args: KvCacheArgs) -> bool:
@@ -89,7 +90,7 @@ class KvCacheProducer:
         length = sum(len(one.token_ids) for one in tokens)
         info = MatchInfo(matched[candidates.slots].astype(np.int64), total, "tokens", prompt_tokens=float(length))
         self._count(tokens[0], bool(info.matched.any()))
-        return KvCacheMatch(self, prompts, info)
+        return KvCacheMatch(self, prompts, owners, candidates.slots, info)
 
     def _count(self, tokens: TokenPrompt, found: bool) -> None:
         model = tokens.lora or tokens.model
@@ -102,6 +103,7 @@ class KvCacheProducer:
         """Forget an endpoint, at once; what it held is swept out later."""
         self.index.forget(slot)
         self.hashes.forget(slot)
+        self.agreement.forget(slot)
         del self.picks[slot]
 
     def restarted(self, slot: int) -> None:
@@ -142,33 +144,42 @@ class KvCacheProducer:
 
 
 class KvCacheMatch(Struct, frozen=True, gc=False):
-    """A request's prompts and who has how many of their tokens."""
+    """A request's prompts and who has how many of their tokens. `owners` are there in redis mode."""
 
     producer: KvCacheProducer
     prompts: Sequence[Prompt]
+    owners: Sequence[OwnedPrefix | None] | None
+    slots: Slots
     info: MatchInfo
 
     def shared(self) -> bytes:
         return b""
 
     def picked(self, slot: int) -> KvCacheLearning:
-        index = self.producer.index
-        self.producer.picks[slot] += 1
-        return KvCacheLearning(index, [index.hold(slot, prompt) for prompt in self.prompts])
+        producer = self.producer
+        producer.picks[slot] += 1
+        holds = [producer.index.hold(slot, prompt) for prompt in self.prompts]
+        return KvCacheLearning(producer.index, producer.agreement, slot, holds, self._expected(slot, holds))
+
+    def _expected(self, slot: int, holds: Sequence[Hold]) -> Expected | None:
+        """What the engine should report; None where that is not known for sure."""
+        producer = self.producer
+        limit = producer.args.max_blocks_to_match
+        if self.owners is not None:
+            owned = [0 if one is None else _leading(one, slot) for one in self.owners]
+            sure = None not in self.owners and max(owned) < limit
+            return Expected(sum(owned) * producer.block_size, complete=True) if sure else None
+        matched = self.info.matched.item(self.slots.searchsorted(slot))
+        if producer.hashes.blocks_of(slot):
+            return Expected(matched, complete=True) if matched < limit * producer.block_size else None
+        cached = sum(hold.cached for hold in holds)
+        if min(cached, self.info.total) != matched:
+            return None  # blocks of others on their way: they may come in time, or not
+        return Expected(cached, all(hold.complete for hold in holds))
 
 
-class KvCacheLearning(Struct, frozen=True, gc=False):
-    """Blocks that are visible for the picked endpoint while the request is on its way. Events say what remains."""
-
-    index: BlockIndex
-    holds: Sequence[Hold]
-
-    def confirm(self, slot: int | None, usage: Usage | None = None) -> None:  # noqa: ARG002
-        self.undo()
-
-    def undo(self) -> None:
-        for hold in self.holds:
-            self.index.release(hold)
+def _leading(owned: OwnedPrefix, slot: int) -> int:
+    return next((blocks for blocks, mask in owned.groups if mask >> slot & 1), 0)
 
 
 def indexed(index: BlockIndex, tokens: TokenPrompt) -> Prompt:

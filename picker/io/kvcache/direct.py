@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import structlog
@@ -51,7 +50,7 @@ def event_source(endpoint: Endpoint, args: KvCacheArgs) -> KvEventSource:
 class DirectSources:
     """See `Sources`. Of endpoints with one publisher none is followed: it cannot be told whose events these are."""
 
-    def __init__(self, index: BlockIndex, args: KvCacheArgs, share: LoopShare) -> None:
+    def __init__(self, index: BlockIndex, args: KvCacheArgs, share: LoopShare, clock: Callable[[], float]) -> None:
         self._index = index
         self._args = args
         self._engines: dict[int, _Engine] = {}
@@ -59,6 +58,7 @@ class DirectSources:
         self._past_dropped: Counter[str] = Counter()
         self._context: zmq.asyncio.Context | None = None
         self._share = share
+        self._clock = clock
         self._stopped: set[asyncio.Task[None]] = set()
 
     @property
@@ -97,7 +97,7 @@ class DirectSources:
 
     def _begin(self, slot: int, followed: Followed, source: KvEventSource) -> None:
         self._index.forget(slot)
-        feed = EngineFeed(self._index, slot)
+        feed = EngineFeed(self._index, slot, self._clock)
         feed.open(source.ranks)
         if self._context is None:
             self._context = new_context()
@@ -134,7 +134,7 @@ class DirectSources:
         for slot, engine in self._engines.items():
             for rank in engine.subscriber.ranks:
                 if rank.connected:
-                    self._index.heard(slot, rank.rank, time.time())
+                    self._index.heard(slot, rank.rank, self._clock())
 
     def is_connected(self, slot: int) -> bool:
         engine = self._engines.get(slot)

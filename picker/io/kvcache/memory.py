@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from picker.core.plugins.kvcache_args import KvCacheArgs
@@ -25,7 +24,11 @@ class MemorySources:
     """See `Sources`."""
 
     def __init__(
-        self, producer: KvCacheProducer, args: KvCacheArgs, environment: Mapping[str, str] | None = None
+        self,
+        producer: KvCacheProducer,
+        args: KvCacheArgs,
+        clock: Callable[[], float],
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         environment = os.environ if environment is None else environment
         settings = ClientSettings(router_id(environment), token=environment.get("KV_EVENT_TOKEN", ""))
@@ -33,6 +36,7 @@ class MemorySources:
         self.dropped: Counter[str] = Counter()
         self._producer = producer
         self._args = args
+        self._clock = clock
         self._feeds: dict[int, EngineFeed] = {}
         self._targets: dict[int, tuple[Any, str]] = {}
 
@@ -56,7 +60,7 @@ class MemorySources:
 
     def _feed(self, slot: int) -> EngineFeed:
         self._close(slot)
-        feed = self._feeds[slot] = EngineFeed(self._producer.index, slot)
+        feed = self._feeds[slot] = EngineFeed(self._producer.index, slot, self._clock)
         feed.open(1)
         return feed
 
@@ -75,7 +79,7 @@ class MemorySources:
 
     def tend(self) -> None:
         """Note which sidecars are there. Picks of those that know hashes only have to be visible, too."""
-        now, size = time.time(), self._producer.block_size
+        now, size = self._clock(), self._producer.block_size
         for slot, stream in self.clients.streams.items():
             if stream.connected:
                 self._producer.index.heard(slot, 0, now)

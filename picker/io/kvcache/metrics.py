@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from itertools import accumulate
 from typing import Protocol
 
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from picker.core.plugins.kvcache_learning import BOUNDS
 from picker.io.kvcache.runtime import KvCacheRuntime
 from picker.io.metric_families import Family, Labels, Reading, Readings
 
@@ -19,6 +24,31 @@ class Owner(Protocol):
 
     @property
     def prediction_outcomes(self) -> Callable[[], Mapping[str, int]]: ...
+
+
+class PredictionErrors(Family):
+    """The histogram of predicted minus reported cached tokens. Such a one, with bounds below 0, has no sum."""
+
+    kind = "histogram"
+
+    def __init__(self, owner: Owner) -> None:
+        super().__init__(
+            "prediction_error_tokens",
+            "",
+            "Predicted minus reported cached tokens of the requests that can be compared: exact ones are in the bucket up "
+            "to 0, those with too few predicted below it.",
+        )
+        self._owner = owner
+
+    def collect(self) -> Iterable[Metric]:
+        family = HistogramMetricFamily(self.name, self.text)
+        current = self._owner.kv_cache()
+        if current is not None:
+            agreement = current.producer.agreement
+            names = [*map(str, BOUNDS), "+Inf"]
+            counts = accumulate(agreement.errors)
+            family.add_metric((), list(zip(names, counts, strict=True)), None)
+        yield family
 
 
 def kv_cache_readings(owner: Owner) -> list[Family]:
@@ -86,6 +116,14 @@ def kv_cache_readings(owner: Owner) -> list[Family]:
             "underrated, never overrated.",
             read(lambda current: [((), current.incomplete())] if current.redis is None else ()),
         ),
+        counter(
+            "predictions_compared_total",
+            "outcome",
+            "Requests whose engine reported cached tokens, by how that compares with what was predicted when they were "
+            "routed. `over` and `under` should stay rare; `incomplete` endpoints may hold more than is known.",
+            read(lambda current: _each(current.producer.agreement.outcomes)),
+        ),
+        PredictionErrors(owner),
         counter(
             "redis_lookups_total",
             "outcome",

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import ssl
-import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -49,6 +48,7 @@ class RedisOwners:
         producer: KvCacheProducer,
         args: KvCacheArgs,
         table: EndpointTable,
+        clock: Callable[[], float],
         environment: Mapping[str, str] | None = None,
     ) -> None:
         settings = redis_settings(args.redis, os.environ if environment is None else environment)
@@ -56,6 +56,7 @@ class RedisOwners:
         self.events: Counter[str] = Counter()
         self._producer = producer
         self._args = args
+        self._clock = clock
         self._table = table
         self._place = f"{settings.host}:{settings.port}"
         self._owners: dict[bytes, Candidate] = {}
@@ -76,7 +77,7 @@ class RedisOwners:
 
     def tend(self) -> None:
         """Learn when engines started, and let picks be visible to the next decisions."""
-        now = time.time()
+        now = self._clock()
         for name, candidate in self._owners.items():
             slot = candidate.slot
             starts = (self._table.started_at[slot], self._table.endpoints[slot].started_at)

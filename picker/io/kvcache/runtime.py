@@ -6,7 +6,6 @@ One runtime stands for one set of arguments; another one takes over when they ch
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -65,15 +64,15 @@ class KvCacheRuntime:
         if args.index_mode is IndexMode.DIRECT:
             from picker.io.kvcache.direct import DirectSources  # noqa: PLC0415
 
-            self.sources = DirectSources(producer.index, args, self._share)
+            self.sources = DirectSources(producer.index, args, self._share, director.now)
         elif args.index_mode is IndexMode.MEMORY:
             from picker.io.kvcache.memory import MemorySources  # noqa: PLC0415
 
-            self.sources = MemorySources(producer, args)
+            self.sources = MemorySources(producer, args, director.now)
         else:
             from picker.io.kvcache.redis import RedisOwners  # noqa: PLC0415
 
-            self.sources = self.redis = RedisOwners(producer, args, director.table)
+            self.sources = self.redis = RedisOwners(producer, args, director.table, director.now)
         self.args = args
         self._director = director
         self.followed: dict[int, Followed] = {}
@@ -242,8 +241,7 @@ class KvCacheRuntime:
         while True:
             self.sources.tend()
             self._name_models()
-            now = time.time()
-            self.producer.index.expire(now)
+            self.producer.index.expire(self._director.now())
             held = self.producer.index.stats()
             size = block_size_of(held) if self.redis is None else None
             if size is not None and size != self.producer.block_size:

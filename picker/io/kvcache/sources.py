@@ -57,11 +57,13 @@ class Sources(Protocol):
 class EngineFeed:
     """Applies one endpoint's events to the index, a `KvEventHandler`, until it is `closed`.
 
+    `clock` is that of requests, in seconds.
+
     `batches` counts what came. Ranks count by where they were heard, whatever they call
     themselves: what is said of a restart has to mean the same rank.
     """
 
-    def __init__(self, index: BlockIndex, slot: int, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, index: BlockIndex, slot: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.slot = slot
         self.batches = 0
         self.closed = False

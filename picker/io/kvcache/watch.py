@@ -23,7 +23,20 @@ SILENT_SECONDS = 15.0
 SILENT_PICKS = 20
 NEVER_MATCHED = 200
 """Prompts of a model after which it should have matched once."""
+DISAGREEING = 20
+"""Requests in a row of which an engine reported other cached tokens than were predicted."""
+_SAID_EVERY = 600.0
 _MOST_NAMES = 100
+
+
+_TOO_MANY = (
+    "whether the engine restarted unnoticed (zmqReplay), keeps caches apart by what requests do not say (salts, adapters), "
+    "or its events are another engine's"
+)
+_TOO_FEW = (
+    "blockSizeToHash and hashProtocol with the sidecar's, hashSeed with PYTHONHASHSEED, model names, and the tokenizer and "
+    "chat template with the engine's; /stats says what was heard"
+)
 
 
 class Watch:
@@ -43,6 +56,8 @@ class Watch:
         self._said: set[tuple[object, ...]] = set()
         self._silent: dict[tuple[int, int], tuple[float, int]] = {}
         self._unknown: Counter[str] = Counter()
+        self._agreed_at = clock()
+        self._agreed: Counter[str] = Counter()
 
     def asked_for(self, prompt: TokenPrompt) -> None:
         """Note which adapter a prompt is for, where no engine is known to serve it."""
@@ -84,6 +99,31 @@ class Watch:
                     model=model[:80],
                     prompts=count,
                 )
+
+        for slot, streak in self._producer.agreement.streaks.items():
+            if streak.requests >= DISAGREEING:
+                self._warn(
+                    ("disagrees", slot, self._table.generation[slot]),
+                    "An engine's cached tokens are not what was predicted, request after request; compare "
+                    + (_TOO_MANY if streak.error > 0 else _TOO_FEW),
+                    endpoint=self._table.endpoints[slot].address,
+                    requests=streak.requests,
+                    predicted_minus_reported=streak.error,
+                )
+        self._say_how_far_they_agree()
+
+    def _say_how_far_they_agree(self) -> None:
+        """Say it every ten minutes, where there is something to say."""
+        now, outcomes = self._clock(), self._producer.agreement.outcomes
+        if now - self._agreed_at < _SAID_EVERY:
+            return
+        self._agreed_at = now
+        new = outcomes - self._agreed
+        self._agreed = Counter(outcomes)
+        compared = new.total() - new["not_comparable"]
+        if compared:
+            share = round(new["exact"] / compared, 4)
+            logger.info("Cached tokens, predicted and reported", requests=compared, exact_share=share, **new)
 
     def _look_at(self, slot: int, blocks: int) -> None:
         key = (slot, self._table.generation[slot])
