@@ -51,6 +51,9 @@ __all__ = [
 
 MOST_BYTES = 1024 * 1024
 
+_WHICH = frozenset(("pool", "selector", "ports"))
+"""The settings of `endpoints.kubernetes` that say which pods are meant."""
+
 
 class Loaded(Struct, frozen=True):
     """A configuration without errors, what it means for the scheduler, and what is odd about it."""
@@ -79,6 +82,8 @@ def load(document: str | bytes, overrides: Mapping[str, Any] = MappingProxyType(
     _check_listen(config.listen, findings)
     _check_scrape(config.scrape, findings)
     _check_predict(config.predict, findings)
+    if config.exchange.conformance:
+        findings.warn("exchange.conformance", "lets clients choose the endpoint; remove it where no gateway is tested")
     config.models.check("models", findings)
     config_sticky.check(config.session_sticky, "sessionSticky", findings)
     scheduler, spec = config_scheduler.settle(config.scheduler, "scheduler", findings)
@@ -106,13 +111,21 @@ def load_file(path: str | Path, overrides: Mapping[str, Any] = MappingProxyType(
 
 
 def _overridden(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The data with the overrides in it. Endpoints come from one place: those of the data go."""
+    """The data with the overrides in it. Endpoints come from one place: where else the data has them from is dropped."""
+    base = dict(data)
+    if "endpoints" in overrides:
+        endpoints = base.get("endpoints")
+        source = endpoints.get("kubernetes") if isinstance(endpoints, dict) else None
+        kept = {key: value for key, value in source.items() if key not in _WHICH} if isinstance(source, dict) else {}
+        base["endpoints"] = {"kubernetes": kept}
+    return _merged(base, overrides)
+
+
+def _merged(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(data)
     for key, value in overrides.items():
         below = merged.get(key)
-        merged[key] = _overridden(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
-    if "endpoints" in overrides:
-        merged["endpoints"] = overrides["endpoints"]
+        merged[key] = _merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
     return merged
 
 

@@ -15,6 +15,7 @@ from contextlib import closing
 import pytest
 
 from picker.app import flags
+from picker.app.config import load
 from picker.core.strict import ConfigError
 
 POOL = ("--pool-name", "vllm-llama3", "--pool-namespace", "inference")
@@ -155,6 +156,23 @@ def test_pods_by_label_selector():
     assert found.overrides["endpoints"] == {
         "kubernetes": {"selector": "app in (vllm,sglang),!old", "ports": [8000, 8001], "namespace": "n"}
     }
+
+
+@pytest.mark.parametrize(
+    "endpoints",
+    [
+        "static: [{address: '10.0.0.1:8000'}]",
+        "file: {path: endpoints.yaml}",
+        "kubernetes: {selector: app=other, ports: [1], kubeconfig: here, engine: sglang}",
+        "nonsense",
+    ],
+)
+def test_flags_go_before_the_endpoints_of_a_file(endpoints):
+    loaded = load(f"endpoints: {{{endpoints}}}\nscrape: {{intervalSeconds: 1}}", read(*POOL).overrides)
+    source = loaded.config.endpoints.kubernetes
+    assert (source.pool.name, source.namespace, source.selector, source.ports) == ("vllm-llama3", "inference", "", ())
+    assert source.kubeconfig == ("here" if "kubeconfig" in endpoints else "")
+    assert loaded.config.scrape.interval_seconds == 1
 
 
 # What has no effect, and what is refused
