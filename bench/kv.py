@@ -15,7 +15,7 @@ from urllib.request import urlopen
 
 import uvloop
 
-from bench import block_index, dynamo, rig, tokenizing
+from bench import block_index, dynamo, predicting, rig, tokenizing
 from bench.bodies import Bodies
 from bench.kv_events import BLOCK, RUN
 from bench.load import closed_loop
@@ -35,6 +35,8 @@ _FRAMES = re.compile(r'^picker_kv_events_total\{kind="frames"\} (\S+)', re.MULTI
 def run() -> list[Row]:
     progress("requests while events pour in")
     rows = uvloop.run(_background())
+    progress("predictions over HTTP")
+    rows += uvloop.run(predicting.rows())
     progress("a growing conversation")
     rows += [_growing_row()]
     progress("the block index")

@@ -69,7 +69,7 @@ async def picker(
 ) -> AsyncIterator[Server]:
     """`picker serve` as users run it, with prefix-cache or kvcache-aware, and least-request of equal weight.
 
-    Its ports are those of ext_proc and HTTP.
+    Its ports are those of ext_proc, HTTP and, with kvcache-aware, predictions.
     """
     static: list[dict[str, Any]] = [{"name": f"pod-{port}", "address": f"127.0.0.1:{port}"} for port in engine_ports]
     scorers = ["least-request", "prefix-cache"]
@@ -88,6 +88,7 @@ async def picker(
             "pluginConfig": plugins,
             "plugins": {"Filter": {"enabled": ["least-request"]}, "Score": {"enabled": score}},
         },
+        "predict": {"listen": "127.0.0.1:0", "requestsPerSecond": 100_000},
         "scrape": {"intervalSeconds": scrape_seconds},
         "log": {"format": "json"},
     }
@@ -103,7 +104,7 @@ async def picker(
                 while "extproc" not in (line := json.loads(await process.stderr.readline())):
                     pass
             log = asyncio.create_task(process.stderr.read())
-            yield Server(process.pid, [line["extproc"], line["http"]])
+            yield Server(process.pid, [line[name] for name in ("extproc", "http", "predict") if line.get(name)])
         finally:
             await _end(process)
         await log
