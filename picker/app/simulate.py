@@ -21,7 +21,7 @@ from picker.simulate.families import FAMILIES, generate
 from picker.simulate.profiles import Profile
 from picker.simulate.replay import Run, replay
 from picker.simulate.report import Row
-from picker.simulate.workload import Workload
+from picker.simulate.workload import Workload, sheddable
 
 _MOST_ENGINES = 4096
 _PLAIN_WIDTH = 160
@@ -59,6 +59,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     traffic.add_argument(
         "--seed", action=many, type=_seeds, metavar="N,...", help="of traffic and of choices (default 1)"
     )
+    traffic.add_argument("--sheddable", type=_share, metavar="PERCENT", help="sessions that may be refused (default 0)")
     length = traffic.add_mutually_exclusive_group()
     length.add_argument("--requests", type=_count, metavar="N", help="how many; of families, a third warms up")
     length.add_argument("--seconds", type=_positive, metavar="N", help="how long a family lasts, in simulated time")
@@ -94,6 +95,8 @@ def run(args: Namespace) -> int:
     with _progress(len(plan) * len(compared)) as told:
         for load, seed, make in plan:
             workload = make()
+            if args.sheddable:
+                workload = sheddable(workload, args.sheddable, seed)
             rows += [_row(replayed, workload, profile, load, seed, told) for profile in compared]
     if args.json:
         print(msgspec.json.format(msgspec.json.encode(report.as_json(rows))).decode())
@@ -224,12 +227,16 @@ def _configured(text: str) -> list[Profile]:
         loaded = load_file(path)
     except ConfigError as error:
         raise ArgumentTypeError("; ".join(f"{path}: {problem}" for problem in error.problems)) from None
-    scrape = loaded.config.scrape.interval_seconds
-    return [profiles.configured(name or Path(path).stem, path, loaded.spec, scrape)]
+    scrape, admission = loaded.config.scrape.interval_seconds, loaded.config.admission
+    return [profiles.configured(name or Path(path).stem, path, loaded.spec, scrape, admission)]
 
 
 def _loads(text: str) -> list[float]:
     return [_positive(part.removesuffix("%")) / 100 for part in _split(text)]
+
+
+def _share(text: str) -> float:
+    return min(_positive(text.removesuffix("%")) / 100, 1.0)
 
 
 def _seeds(text: str) -> list[int]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import msgspec
 from msgspec import Struct
 
+from picker.core.admission.settings import AdmissionSettings
 from picker.core.plugins.args import NoArgs
 from picker.core.plugins.kvcache_args import IndexMode, KvCacheArgs
 from picker.core.plugins.kvcache_aware import KvCacheProducer
@@ -30,9 +31,17 @@ class Profile(Struct, frozen=True):
     """Between two readings of engines' metrics."""
     event_lag: float = 0.05
     """From the end of an engine's step to its KV events in the index, in seconds; for schedulers that use them."""
+    admission: AdmissionSettings = AdmissionSettings()
+    """When the engines are saturated, so that sheddable requests are refused. Nobody waits in front of them."""
 
 
-def configured(name: str, summary: str, spec: SchedulerSpec, scrape_seconds: float = 0.2) -> Profile:
+def configured(
+    name: str,
+    summary: str,
+    spec: SchedulerSpec,
+    scrape_seconds: float = 0.2,
+    admission: AdmissionSettings = AdmissionSettings(),  # noqa: B008  frozen
+) -> Profile:
     """A profile with the scheduler of a configuration.
 
     Where it asks for `kvcache-aware`, the index follows the simulated engines' own KV events, as in `direct` mode.
@@ -45,7 +54,7 @@ def configured(name: str, summary: str, spec: SchedulerSpec, scrape_seconds: flo
                 args[plugin] = msgspec.structs.replace(held, index_mode=IndexMode.DIRECT, block_size_to_hash=block_size)
         return build_scheduler(msgspec.structs.replace(spec, args=args), None, lambda *_: None)[0]
 
-    return Profile(name, summary, build, scrape_seconds)
+    return Profile(name, summary, build, scrape_seconds, admission=admission)
 
 
 def _named(name: ProfileName, summary: str, scrape_seconds: float = 0.2) -> Profile:

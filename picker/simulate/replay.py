@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from picker.core.admission.saturation import saturation
 from picker.core.director import Director
 from picker.core.endpoints import Endpoint, EndpointTable
 from picker.core.exchange.effects import BodyState, Decide, Finish, LearnedOn
@@ -100,8 +101,8 @@ def replay(
 ) -> Run:
     """Replay a workload until every call that was sent has ended, stuck engines' aside.
 
-    `slow` is added to what the workload says of engines, by number; `stuck` ones hang when the measured time begins. `told` is called with 1 for every call
-    that is over, and with the number of those that will not be sent.
+    `slow` is added to what the workload says of engines, by number; `stuck` ones hang when the measured time begins.
+    `told` is called with 1 for every call that is over, and with the number of those that will not be sent.
     """
     return _Replay(workload, profile, engines, seed, {**workload.slow, **(slow or {})}, stuck, limits, told).run()
 
@@ -182,6 +183,9 @@ class _Replay:
         workload = self._run.workload
         if due > workload.end:
             self._told(len(session.calls) - number)
+            return
+        if session.sheddable and saturation(self._table, self._table.slots, self._profile.admission) >= 1:
+            self._refuse("saturated", session, number, due)
             return
         call = session.calls[number]
         tokens = packed((*call.prompt, call.answer))

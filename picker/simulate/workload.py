@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from random import Random
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, structs
 
 TOKEN_BYTES = 4
 TOKEN_IDS = 1 << 32
@@ -37,6 +38,8 @@ class Session(Struct, frozen=True):
 
     start: float
     calls: tuple[Call, ...]
+    sheddable: bool = False
+    """Whether its calls may be refused while all engines are saturated."""
 
 
 class Workload(Struct, frozen=True):
@@ -55,6 +58,13 @@ class Workload(Struct, frozen=True):
     def calls(self) -> int:
         """Calls in all sessions. Fewer are sent when sessions last beyond the end."""
         return sum(len(session.calls) for session in self.sessions)
+
+
+def sheddable(workload: Workload, share: float, seed: int) -> Workload:
+    """The same workload with this share of its sessions sheddable, by chance."""
+    rng = Random(seed)
+    sessions = [structs.replace(session, sheddable=rng.random() < share) for session in workload.sessions]
+    return structs.replace(workload, sessions=sessions)
 
 
 def tokens_in(piece: Piece) -> int:

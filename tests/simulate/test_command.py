@@ -73,6 +73,7 @@ def test_traces(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         (["--profiles", "token-coat"], "token-cost"),
         (["--load", "0"], "greater than 0"),
         (["--load", "nan"], "greater than 0"),
+        (["--sheddable", "x"], "greater than 0"),
         (["--seed", "x"], "whole number"),
         (["--engines", "0"], "1 to"),
         (["--requests", "10", "--seconds", "10"], "not allowed"),

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from msgspec import structs
 
+from picker.core.admission.settings import AdmissionSettings
 from picker.sim.limits import EngineLimits
 from picker.simulate import replay as module
 from picker.simulate import report
 from picker.simulate.families import generate
 from picker.simulate.profiles import BUILT_IN
 from picker.simulate.replay import Run, replay
-from picker.simulate.workload import Call, Session, Workload
+from picker.simulate.workload import Call, Session, Workload, sheddable
 
 ENGINES = 4
 
@@ -102,6 +104,19 @@ def test_what_no_engine_could_run_is_refused() -> None:
     assert run.refused == Counter(too_long=1)
     assert run.sent == []
     assert report.row(run, load=None, seed=1, profile="x").shed_rate == 1.0
+
+
+def test_sheddable_sessions_are_refused_while_all_engines_are_saturated() -> None:
+    traffic = sheddable(generate("F5", load=1.5, engines=1, seed=7, seconds=30), 0.5, seed=7)
+    allowed = {session.start for session in traffic.sessions if session.sheddable}
+    assert len(allowed) / len(traffic.sessions) == pytest.approx(0.5, abs=0.15)
+    calm = structs.replace(
+        BUILT_IN["token-cost"], admission=AdmissionSettings(max_waiting_requests=1e6, max_kv_usage=1)
+    )
+    assert not replay(traffic, calm, engines=1, seed=1).refused
+    run = replay(traffic, BUILT_IN["token-cost"], engines=1, seed=1)
+    assert run.refused["saturated"] > 5
+    assert {session.start for session in traffic.sessions} - {one.due for one in run.sent} <= allowed
 
 
 def test_a_stuck_engine_leaves_calls_unanswered() -> None:
