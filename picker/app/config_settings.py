@@ -144,6 +144,9 @@ class Exchange(Struct, frozen=True, rename="camel"):
     """`from-body`: response bodies are read for what engines say of tokens. They come in full duplex, from an observing
     filter (`envoy/observability.yaml`), or because the picker asks for them where Envoy's `allow_mode_override` lets it,
     which costs a message both ways for each chunk."""
+    conformance: bool = False
+    """Whether clients may choose the endpoint by the header `test-epp-endpoint-selection`, and are told who served: for
+    the conformance suite of the Gateway API Inference Extension, never for production."""
 
 
 class Predict(Struct, frozen=True, rename="camel"):

@@ -23,3 +23,8 @@ def kubernetes_settings(source: KubernetesSource) -> KubernetesSettings:
         watch=WatchSettings(watch=source.watch_seconds, longest_pause=source.longest_retry_seconds),
         api=ApiSettings(request=source.request_seconds, silence=source.silence_seconds),
     )
+
+
+def pool_name(source: KubernetesSource) -> str:
+    """The InferencePool as "namespace/name"; empty when there is none, or its namespace is not in the configuration."""
+    return f"{source.namespace}/{source.pool.name}" if source.namespace and source.pool.name else ""

@@ -23,13 +23,15 @@ from picker.app import flags
 from picker.app.certificates import certificate_source
 from picker.app.config import Config, ConfigError, Loaded, effective
 from picker.app.config_settings import FileEndpoints, KubernetesEndpoints, LearnUsage, Transport
-from picker.app.kubernetes import kubernetes_settings
+from picker.app.kubernetes import kubernetes_settings, pool_name
 from picker.app.kvcache import KvCachePart, PredictError
 from picker.app.reload import ConfigFile
 from picker.app.sharing import SharingPart
 from picker.app.sticky import StickyPart
 from picker.core.director import Director
 from picker.core.endpoints import Endpoint, EndpointTable
+from picker.core.exchange.conformance import ConformanceExchange
+from picker.core.exchange.machine import Exchange
 from picker.core.models import Rewrites
 from picker.core.plugins.registry import build_scheduler
 from picker.io.admin import AdminServer
@@ -322,7 +324,15 @@ def _extproc_settings(config: Config) -> ExtProcSettings:
         mode_grace_seconds=exchange.mode_grace_seconds,
         retry_after_seconds=exchange.retry_after_seconds,
         learn_usage=exchange.learn_usage is LearnUsage.FROM_BODY,
+        exchange=_state_machine(config),
     )
+
+
+def _state_machine(config: Config) -> Callable[..., Exchange]:
+    if not config.exchange.conformance:
+        return Exchange
+    source = config.endpoints
+    return partial(ConformanceExchange, pool_name(source.kubernetes) if isinstance(source, KubernetesEndpoints) else "")
 
 
 def _scrape_settings(loaded: Loaded) -> ScrapeSettings:

@@ -125,6 +125,8 @@ def _encode(reply: HeadersReply | BodyReply | TrailersReply) -> bytes:
     if reply.destination is not None:
         _set(answer.response.header_mutation, ((DESTINATION, reply.destination.encode()), *reply.set_headers))
         _steer(message, reply.destination)
+    elif reply.set_headers:
+        _set(answer.response.header_mutation, reply.set_headers)
     if isinstance(reply, BodyReply) and reply.body is not None:
         answer.response.body_mutation.body = reply.body
         if reply.side is Side.REQUEST:

@@ -12,6 +12,7 @@ from msgspec import Struct
 from picker.core.director import Director
 from picker.core.exchange.effects import Decide
 from picker.core.exchange.events import BodyMode
+from picker.core.exchange.machine import Exchange
 from picker.core.exchange.outcomes import Refused
 from picker.core.scheduling.api import Request
 from picker.core.scheduling.decision import Decision, Reason
@@ -38,7 +39,8 @@ _REFUSALS = {
 class ExtProcSettings(Struct, frozen=True):
     """What the service takes from the configuration; may be replaced between two streams.
 
-    `learn_usage` asks Envoy for response bodies and reads in them what engines say of tokens.
+    `learn_usage` asks Envoy for response bodies and reads in them what engines say of tokens. `exchange` makes the state
+    machine of a stream.
     """
 
     max_body_bytes: int = 16 * 1024 * 1024
@@ -47,6 +49,7 @@ class ExtProcSettings(Struct, frozen=True):
     mode_grace_seconds: float = 0.02
     retry_after_seconds: int = 1
     learn_usage: bool = False
+    exchange: Callable[..., Exchange] = Exchange
 
 
 class ExtProcService:

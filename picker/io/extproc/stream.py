@@ -24,7 +24,6 @@ from picker.core.exchange.effects import (
     StreamedBody,
 )
 from picker.core.exchange.events import BodyMode, RequestBody, ResponseBody, StreamEnded, TimerFired
-from picker.core.exchange.machine import Exchange
 from picker.core.exchange.outcomes import Refused, Routed
 from picker.core.headers import FALLBACKS_WANTED
 from picker.core.scheduling.api import Request
@@ -78,7 +77,7 @@ class ExtProcStream:
         settings = service.settings
         self._service = service
         self._call = call
-        self._exchange = Exchange(
+        self._exchange = settings.exchange(
             max_body_bytes=settings.max_body_bytes,
             assumed_request_body=settings.assumed_request_body,
             mode_grace_seconds=settings.mode_grace_seconds,
