@@ -51,6 +51,8 @@ from picker.io.transport.server import Http2Server
 logger = structlog.get_logger(__name__)
 
 _STARTING = "starting"
+_TELEMETRY_SECONDS = 0.05
+"""How long metrics, logs and watchers may lag behind requests."""
 _COLD = "waiting for what other pickers know"
 _LOOK_SECONDS = 0.02
 
@@ -113,7 +115,12 @@ class Picker:
         self._scraping: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
         self._metrics = Metrics()
-        self._hub = Hub(self._metrics, sample_decisions=config.log.sample_decisions)
+        loop = asyncio.get_running_loop()
+        self._hub = Hub(
+            self._metrics,
+            sample_decisions=config.log.sample_decisions,
+            later=partial(loop.call_later, _TELEMETRY_SECONDS),
+        )
         scheduler, _ = build_scheduler(loaded.spec, None, self._metrics.evicted)
         self._director = Director(
             scheduler,
@@ -126,8 +133,7 @@ class Picker:
         self._kv_cache = KvCachePart(self._director, config.predict, self._keep)
         self._sticky = StickyPart(self._director, self._keep)
         self._sharing = SharingPart(self._director, self._keep)
-        soon = asyncio.get_running_loop().call_soon
-        self._service = ExtProcService(self._director, self._hub, _extproc_settings(config), soon)
+        self._service = ExtProcService(self._director, self._hub, _extproc_settings(config), loop.call_soon)
         self._admit(config)
         self._scraper = Scraper(self._director, _scrape_settings(loaded), self._restarted)
         self._server = _transport(config, self._service, self._health)

@@ -91,6 +91,7 @@ class _Faces:
         self._started = clock()
 
     async def metrics(self, _: web.Request) -> web.Response:
+        self._hub.settle()
         pages = []
         for family in self._hub.metrics.registry.collect():
             pages.append(generate_latest(SimpleNamespace(collect=lambda family=family: [family])))

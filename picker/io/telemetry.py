@@ -23,6 +23,7 @@ from picker.core.exchange.effects import Anomaly, Finish
 from picker.core.prompts import Prompt
 from picker.core.scheduling.api import Request
 from picker.core.scheduling.decision import Decision
+from picker.io.afterwards import Afterwards, Later
 from picker.io.metrics import Metrics
 
 RECENT_DECISIONS = 256
@@ -32,6 +33,9 @@ WATCHER_QUEUE = 64
 LOG_EVERY_SECONDS = 10.0
 """Least distance of two log lines about the same kind of trouble."""
 
+_MOST_WAITING = 128
+_MOST_WAITING_BYTES = 4 * 1024 * 1024
+"""Of request bodies, whose prompts wait along with their decisions."""
 _MAX_TEXT = 256
 _LOGGED_ENDPOINTS = 16
 
@@ -101,7 +105,8 @@ class Hub:
     """Implements `core.telemetry.Telemetry`.
 
     `sample_decisions` is N where one in N decisions is logged at info; 0 logs none there. At debug all are. `clock`
-    gives Unix seconds, `monotonic` the seconds by which log lines are spaced.
+    gives Unix seconds, `monotonic` the seconds by which log lines are spaced. Decisions and ends of requests are dealt with
+    `later`, many at a time, which takes half as long as one by one between other work; without it at once.
     """
 
     def __init__(
@@ -111,21 +116,45 @@ class Hub:
         sample_decisions: int = 0,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
+        later: Later | None = None,
     ) -> None:
         self.metrics = metrics
-        self.recent: deque[Record] = deque(maxlen=RECENT_DECISIONS)
+        self._recent: deque[Record] = deque(maxlen=RECENT_DECISIONS)
+        self._afterwards = Afterwards(later, most=_MOST_WAITING)
+        self._waiting_bytes = 0
         self._clock = clock
         self._number = 0
         self._watchers: list[Watcher] = []
         self.follow_logging(sample_decisions)
         self._pace = _Pace(monotonic)
 
+    @property
+    def recent(self) -> deque[Record]:
+        """The last `RECENT_DECISIONS` decisions."""
+        self.settle()
+        return self._recent
+
+    def settle(self) -> None:
+        """Deal with all that was told up to now."""
+        self._waiting_bytes = 0
+        self._afterwards.run()
+
     def decided(self, decision: Decision) -> None:
+        self._afterwards.add(self._decided, decision)
+        # Decisions that wait hold their prompts.
+        self._waiting_bytes += decision.request.body_bytes
+        if self._waiting_bytes > _MOST_WAITING_BYTES:
+            self.settle()
+
+    def finished(self, decision: Decision, finish: Finish, seconds: float) -> None:
+        self._afterwards.add(self._finished, decision, finish, seconds)
+
+    def _decided(self, decision: Decision) -> None:
         try:
             self.metrics.decided(decision)
             number = self._number = self._number + 1
             record = Record(number, self._clock(), without_prompt(decision))
-            self.recent.append(record)
+            self._recent.append(record)
             for watcher in self._watchers:
                 watcher.offer(record)
             if self.sample_decisions and number % self.sample_decisions == 0:
@@ -135,7 +164,7 @@ class Hub:
         except Exception as error:  # noqa: BLE001  telemetry never fails a request
             self.failed("telemetry", error)
 
-    def finished(self, decision: Decision, finish: Finish, seconds: float) -> None:
+    def _finished(self, decision: Decision, finish: Finish, seconds: float) -> None:
         try:
             self.metrics.finished(decision, finish, seconds)
         except Exception as error:  # noqa: BLE001  telemetry never fails a request
@@ -172,6 +201,7 @@ class Hub:
         """Get the decisions for a model, or all, from now on. Raises TooManyWatchersError."""
         if len(self._watchers) >= MAX_WATCHERS:
             raise TooManyWatchersError(f"{MAX_WATCHERS} watchers are connected already; close one first")
+        self.settle()
         watcher = Watcher(model, self.metrics.watch_lost.add)
         self._watchers.append(watcher)
         try:

@@ -19,7 +19,7 @@ from picker.core.scheduling.decision import Decision, Reason
 from picker.core.telemetry import Telemetry
 from picker.core.tickets import Ticket
 from picker.io.admission import Gate
-from picker.io.extproc.afterwards import Afterwards
+from picker.io.afterwards import Afterwards, Later
 from picker.io.extproc.observer import Observations
 from picker.io.extproc.stream import ExtProcStream
 from picker.io.preparing import together
@@ -55,7 +55,7 @@ class ExtProcSettings(Struct, frozen=True):
 class ExtProcService:
     """Makes a handler for each ext_proc stream. `open_streams` and `buffered_bytes` are there for gauges.
 
-    What no answer waits for is done by `soon`, as `Afterwards` describes it.
+    What no answer waits for is done `soon`, as `Afterwards` describes it.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ExtProcService:
         director: Director,
         telemetry: Telemetry,
         settings: ExtProcSettings,
-        soon: Callable[[Callable[[], None]], object] | None = None,
+        soon: Later | None = None,
     ) -> None:
         self.director = director
         self.telemetry = telemetry

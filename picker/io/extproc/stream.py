@@ -253,7 +253,7 @@ class ExtProcStream:
         else:
             outcome = service.refuse(decision)
         effects = self._exchange.decided(outcome)
-        service.afterwards.add(service.telemetry.decided, decision)
+        service.telemetry.decided(decision)
         return effects
 
     def _answered(self, answered: Answered) -> None:
