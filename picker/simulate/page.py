@@ -32,7 +32,7 @@ svg { width: 100%; height: auto; } svg text { font-size: 12px; fill: var(--faint
 """ + "\n".join(f".l{number} {{ stroke: var(--c{number}); }}" for number in range(8))
 
 _TTFT = "Time to first token"
-_TIME = Axis(_TTFT, lambda value: f"{value * 1000:g} ms" if value < 1 else f"{value:,.0f} s", logarithmic=True)
+_TIME = Axis(_TTFT, lambda value: f"{value * 1000:g}ms" if value < 1 else f"{value:,.0f}s", logarithmic=True)
 _PERCENT = Axis("Percentile of requests", lambda value: f"{value:.0f}")
 _LOAD = Axis("Load, % of capacity", lambda value: f"{value:.0f}")
 _HITS = Axis("Prompt tokens from cache", lambda value: f"{value:.0%}")
@@ -105,7 +105,7 @@ def _curve(cell: str, by_profile: dict[str, list[Row]], numbers: dict[str, int])
 
 
 def _cell(by_profile: dict[str, list[Row]], numbers: dict[str, int]) -> str:
-    heads = ("profile", "TTFT p50", "p90", "p99", "latency", "from cache", "spread", "shed", "unanswered")
+    heads = ("profile", "TTFT p50", "p90", "p99", "latency", "cached", "spread", "shed", "hung")
     best = min(report.typical(rows, "ttft_p90") for rows in by_profile.values())
     body = []
     for profile, rows in by_profile.items():
@@ -128,7 +128,7 @@ def _standings(rows: Sequence[Row], numbers: dict[str, int]) -> str:
         "p50",
         "p99",
         "latency",
-        "from cache",
+        "cached",
         "spread",
     )
     body = [

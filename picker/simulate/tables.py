@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
 from rich.table import Table
 
 from picker.simulate import report
@@ -23,61 +26,62 @@ def seconds(value: float) -> str:
     """A time for people: three digits that matter, at most."""
     if value == float("inf"):
         return "never"
-    return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.2f} s" if value < 10 else f"{value:,.0f} s"
+    return f"{value * 1000:.0f}ms" if value < 1 else f"{value:.2f}s" if value < 10 else f"{value:,.0f}s"
 
 
 def _cell(cell: str, by_profile: dict[str, list[Row]]) -> Table:
-    seeds = max(map(len, by_profile.values()))
-    table = Table(
-        title=cell, title_justify="left", caption=f"times over {seeds} seeds: geometric means" if seeds > 1 else None
-    )
-    table.add_column("profile")
-    columns = (
-        "TTFT p50", "p90", "p99", "latency", "from cache", "computed", "spread", "shed", "unanswered", "requests",
-    )  # fmt: skip
-    for name in columns:
-        table.add_column(name, justify="right")
+    any_of = next(iter(by_profile.values()))
+    many = f", {len(any_of)} seeds: geometric means of times" if len(any_of) > 1 else ""
+    table = _table(f"{cell}, {sum(row.requests for row in any_of):,} requests{many}", _HEADS)
+    every = [row for rows in by_profile.values() for row in rows]
+    shed, hung = any(row.shed_rate for row in every), any(row.unanswered for row in every)
+    for head in ("shed",) * shed + ("hung",) * hung:
+        table.add_column(head, justify="right")
     best = min(report.typical(rows, "ttft_p90") for rows in by_profile.values())
     for profile, rows in by_profile.items():
         times = [report.typical(rows, name) for name in ("ttft_p50", "ttft_p90", "ttft_p99", "latency_mean")]
         cells = [seconds(value) for value in times]
         if times[1] == best and len(by_profile) > 1:
             cells[1] = f"[bold green]{cells[1]}[/]"
-        table.add_row(
-            profile,
-            *cells,
+        cells += [
             f"{_mean(row.hit_rate for row in rows):.1%}",
-            f"{sum(row.computed_tokens for row in rows):,}",
+            f"{sum(row.computed_tokens for row in rows) / 1e6:,.2f}M",
             f"{_mean(row.spread for row in rows):.2f}",
-            f"{_mean(row.shed_rate for row in rows):.1%}",
-            f"{sum(row.unanswered for row in rows):,}",
-            f"{sum(row.requests for row in rows):,}",
-        )
+        ]
+        if shed:
+            cells.append(f"{_mean(row.shed_rate for row in rows):.1%}")
+        if hung:
+            cells.append(f"{sum(row.unanswered for row in rows):,}")
+        table.add_row(escape(profile), *cells)
+    return table
+
+
+_HEADS = ("TTFT p50", "p90", "p99", "latency", "cached", "computed", "spread")
+_TIGHT: Any = {"pad_edge": False, "collapse_padding": True, "show_edge": False}
+"""So that tables fit into 80 columns."""
+
+
+def _table(title: str, heads: Sequence[str]) -> Table:
+    table = Table(title=escape(title), title_justify="left", title_style="bold", box=SIMPLE_HEAD, **_TIGHT)
+    table.add_column("profile", no_wrap=True)
+    for head in heads:
+        table.add_column(head, justify="right", no_wrap=head == "in")
     return table
 
 
 def _standings(rows: Sequence[Row]) -> Table:
-    table = Table(
-        title="All cells: ratio to the best profile of each",
-        title_justify="left",
-        caption="geometric means of ratios; 1.00 is the best there was",
-    )
-    table.add_column("profile")
-    names = ("TTFT p90", "worst", "in", f"> {report.BEYOND}", "p50", "p99", "latency", "from cache", "spread")
-    for name in names:
-        table.add_column(name, justify="left" if name == "in" else "right")
+    heads = ("TTFT p90", "worst", "in", "p50", "p99", "latency", "cached")
+    table = _table("All cells: ratios to the best profile of each, geometric means", heads)
     for one in report.standings(rows):
         table.add_row(
-            one.profile,
+            escape(one.profile),
             f"[bold]{one.mean:.3f}[/]",
             f"{one.worst:.2f}",
             one.worst_cell,
-            f"{one.beyond} of {one.cells}",
             f"{one.ttft_p50_mean:.2f}",
             f"{one.ttft_p99_mean:.2f}",
             f"{one.latency_mean:.2f}",
             f"{one.hit_rate:.1%}",
-            f"{one.spread:.2f}",
         )
     return table
 
