@@ -10,7 +10,7 @@ Names, defaults and meanings: the endpoint pickers of the Gateway API Inference 
 from __future__ import annotations
 
 import re
-from argparse import ArgumentParser, Namespace
+from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -262,7 +262,7 @@ def load(given: Flags) -> Loaded:
 def _add(group: Any, name: str, boolean: bool, text: str) -> None:
     names = ("-v", "--v") if name == "v" else (f"--{name}", f"-{name}")
     more = {"nargs": "?", "const": "true", "metavar": "true|false"} if boolean else {"metavar": "VALUE"}
-    group.add_argument(*names, dest=_destination(name), help=text or "known, see the migration guide", **more)
+    group.add_argument(*names, dest=_destination(name), help=text or SUPPRESS, **more)
 
 
 def _destination(name: str) -> str:

@@ -57,7 +57,12 @@ def picker_config(documents: list[Document]) -> Config:
     assert command == "serve"
     parser = ArgumentParser()
     flags.add_arguments(parser)
-    given = flags.read(parser.parse_args(arguments), {})
+    environment = {
+        each["name"]: config["metadata"]["namespace"]
+        for each in container.get("env", ())
+        if dig(each, "valueFrom", "fieldRef", "fieldPath") == "metadata.namespace"
+    }
+    given = flags.read(parser.parse_args(arguments), environment)
     assert given.path is not None
     volume = config["metadata"]["name"]
     (mount,) = [

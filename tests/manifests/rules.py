@@ -23,6 +23,7 @@ RULES = (
     rules_pods.pod_security,
     rules_pods.draining,
     rules_pods.memory,
+    rules_pods.own_name,
     rules_pods.scratch,
     network,
 )

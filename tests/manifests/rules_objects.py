@@ -218,6 +218,9 @@ def redis(documents: list[Document]) -> Iterator[str]:
             said = {each["name"]: each.get("value") for each in container.get("env", ())}
             if "REDIS_HOST" not in said:
                 continue
+            keys = {each["name"]: dig(each, "valueFrom", "secretKeyRef", "key") for each in container["env"]}
+            if keys.get("REDIS_PASSWORD") != "password":
+                yield f"{name} does not take the password of Redis from the Secret"
             found = [str(port.get("port")) for port in dig(there.get(said["REDIS_HOST"]), "ports") or ()]
             if said.get("REDIS_PORT") not in found:
                 yield f"{name} looks for Redis at {said['REDIS_HOST']}:{said.get('REDIS_PORT')}"

@@ -81,6 +81,16 @@ def memory(documents: list[Document]) -> Iterator[str]:
             yield f"request bodies may take more than half of {limit} bytes"
 
 
+def own_name(documents: list[Document]) -> Iterator[str]:
+    """The picker knows its pod's name, for sidecars that serve each router once."""
+    if "picker" in pod_templates(documents):
+        (container,) = pod_templates(documents)["picker"]["spec"]["containers"]
+        paths = {each["name"]: dig(each, "valueFrom", "fieldRef", "fieldPath") for each in container.get("env", ())}
+        for name, path in (("POD_NAME", "metadata.name"), ("POD_NAMESPACE", "metadata.namespace")):
+            if paths.get(name) != path:
+                yield f"{name} is not {path}"
+
+
 def scratch(documents: list[Document]) -> Iterator[str]:
     """Every mount has its volume; with a read-only root, Python's temporary files have a place."""
     for name, template in pod_templates(documents).items():

@@ -32,7 +32,7 @@ from picker.sim import command as engine_sim
 from picker.sim.config import EngineSimConfig
 from picker.sim.launch import start_engine
 from picker.sim.limits import StepCost
-from tests.manifests.builds import MANIFESTS, build, one
+from tests.manifests.builds import MANIFESTS, ROOT, build, one
 from tests.manifests.reading import picker_config, pod_templates
 
 STATIC = "endpoints: {static: [{address: '127.0.0.1:1'}]}\n"
@@ -261,6 +261,20 @@ async def running_requests(session: aiohttp.ClientSession, url: str) -> bool:
     async with session.get(f"{url}/metrics") as answer:
         page = await answer.text()
     return bool(re.search(r"^(vllm:num_requests_running|sglang:num_running_reqs)[^ ]* [1-9]", page, re.MULTILINE))
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/gateways.md", "docs/operations.md", "manifests/README.md"])
+def test_paths_in_the_guides_are_those_of_the_repository(name):
+    """What is applied is there: a kustomization for `-k`, files for `-f`."""
+    text = (ROOT / name).read_text()
+    for option, path in re.findall(r"kubectl apply (-k|-f) (manifests/[a-z/-]*)", text):
+        place = ROOT / path
+        if "NAME" not in text[text.index(path) : text.index(path) + len(path) + 4]:
+            assert list(place.glob("kustomization.yaml" if option == "-k" else "*.yaml")), path
+    for overlay in re.findall(r"`overlays/([a-z-]+)`", text):
+        assert (MANIFESTS / "overlays" / overlay / "kustomization.yaml").is_file()
+    for component in re.findall(r"components/([a-z-]+)", text):
+        assert (MANIFESTS / "components" / component / "kustomization.yaml").is_file()
 
 
 def test_commands_in_the_guides_are_those_of_the_tools():
