@@ -31,6 +31,11 @@ _LAST_PROBE_SECONDS = 30.0
 _NEXT_PROBE_SECONDS = 0.1
 """After a probe that was answered: the share of failures has to fall before the endpoint is trusted."""
 
+_GENEROUS = 4.0
+"""Long contexts are computed several times as slowly as short ones."""
+_UNKNOWN_RATE = 2_000.0
+"""Tokens per second of an engine that was never timed."""
+
 _LOOK_EVERY_SECONDS = 0.02
 
 
@@ -137,11 +142,23 @@ class EndpointHealth:
                 self.suspicions[Suspicion.FAILING] += 1
             self._failing[slot] = True
 
-    def suspects(self, slots: Slots, now: float) -> Flags | None:
-        """Which of these are suspect; None when none is."""
+    def suspects(
+        self, slots: Slots, now: float, queued: Floats | None = None, rates: Floats | None = None
+    ) -> Flags | None:
+        """Which of these are suspect; None when none is.
+
+        `queued` are the tokens that each slot has to compute, `rates` what it was seen to compute in a second: an
+        endpoint may be silent for as long as that takes.
+        """
         if now >= self._look_at:
             self._look_at = now + _LOOK_EVERY_SECONDS
             silent = now - self._silent_since > self.patience
+            if silent.any():
+                if queued is not None and rates is not None:
+                    silent &= now - self._silent_since > self.patience + _work_seconds(queued, rates)
+                # When most of the pool is late it is not the endpoints: the clock, the work or the network is.
+                if len(slots) > 2 and np.count_nonzero(silent[slots]) * 2 > len(slots):
+                    silent[:] = False
             self.suspicions[Suspicion.SILENT] += int(np.count_nonzero(silent & ~self._silent))
             self._silent = silent
             self._suspects = self._failing | silent
@@ -155,3 +172,10 @@ class EndpointHealth:
         """The one of these suspects that waits longest for a probe, if one is due."""
         slot = int(slots[self._probe_at[slots].argmin()])
         return slot if self._probe_at[slot] <= now else None
+
+
+def _work_seconds(queued: Floats, rates: Floats) -> Floats:
+    """How long computing so many tokens may take, at the pace of the pool; generously, for paces vary with context."""
+    known = rates[rates > 0]
+    rate = float(np.median(known)) if len(known) else _UNKNOWN_RATE
+    return queued * (_GENEROUS / rate)

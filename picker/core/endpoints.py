@@ -101,8 +101,8 @@ class EndpointTable:
 
     Load arrays hold NaN for what is unknown: never scraped, or not for `stale_seconds`. `in_flight` and `queued_tokens`
     are our own counts, and always known: requests that have not ended, and the uncached prompt tokens of those whose
-    prefill is not over. `prefill_rate`, in tokens per second, is what we observed of it, and NaN until we did.
-    `cache_tokens` is the size of an engine's KV cache.
+    prefill is not over. `unanswered` are the requests on which an endpoint has shown no work yet. `prefill_rate`, in
+    tokens per second, is what we observed of it, and NaN until we did. `cache_tokens` is the size of an engine's KV cache.
     """
 
     def __init__(self, *, stale_seconds: float = 2.0) -> None:
@@ -114,6 +114,7 @@ class EndpointTable:
         self.bases: list[tuple[str, ...] | None] = []
         self.started_at: list[float | None] = []
         self.in_flight: Integers = np.zeros(0, np.int64)
+        self.unanswered: Integers = np.zeros(0, np.int64)
         self.queued_tokens: Floats = np.zeros(0)
         self.prefill_rate: Floats = np.zeros(0)
         self.cache_tokens: Floats = np.zeros(0)
@@ -149,6 +150,10 @@ class EndpointTable:
             known = self.waiting[self.waiting >= 0]
             self._most_waiting = float(known.max(initial=0.0))
         return self._most_waiting
+
+    def suspects(self, slots: Slots, now: float) -> Flags | None:
+        """Which of these endpoints should get no work, by what became of our requests; None when none is."""
+        return self.health.suspects(slots, now, self.queued_tokens, self.prefill_rate)
 
     def slot_of(self, address: str) -> int | None:
         """The slot of the endpoint with this address, if there is one."""
@@ -242,7 +247,7 @@ class EndpointTable:
 
     def _clear(self, slot: int) -> None:
         self.models[slot] = self.bases[slot] = self.started_at[slot] = None
-        self.in_flight[slot] = self.in_flight_seen[slot] = 0
+        self.in_flight[slot] = self.in_flight_seen[slot] = self.unanswered[slot] = 0
         self.queued_tokens[slot] = 0.0
         self.health.clear(slot)
         self.prefill_rate[slot] = self.cache_tokens[slot] = self.most_running[slot] = np.nan
@@ -255,6 +260,7 @@ class EndpointTable:
             return
         more = max(8, len(self.in_flight))
         self.in_flight = np.concatenate((self.in_flight, np.zeros(more, np.int64)))
+        self.unanswered = np.concatenate((self.unanswered, np.zeros(more, np.int64)))
         self.in_flight_seen = np.concatenate((self.in_flight_seen, np.zeros(more, np.int64)))
         self.queued_tokens = np.concatenate((self.queued_tokens, np.zeros(more)))
         self.health.grow(len(self.in_flight))

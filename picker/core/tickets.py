@@ -50,14 +50,17 @@ class Sharing(Protocol):
 class Load:
     """A request in flight and tokens to compute, on one endpoint; whoever sent them there."""
 
-    __slots__ = ("_generation", "_slot", "_table", "_tokens")
+    __slots__ = ("_generation", "_owed", "_slot", "_table", "_tokens")
 
     def __init__(self, table: EndpointTable, slot: int, tokens: float, now: float) -> None:
         self._table = table
         self._slot = slot
         self._generation = table.generation[slot]
         self._tokens = tokens
+        self._owed = True
+        """Until the endpoint has shown that it works on this request."""
         table.in_flight[slot] += 1
+        table.unanswered[slot] += 1
         table.health.sent(slot, now)
         if tokens:
             table.queued_tokens[slot] += tokens
@@ -83,9 +86,12 @@ class Load:
         self._tokens = 0.0
 
     def _sign(self, now: float) -> None:
-        """The endpoint works."""
-        table = self._table
-        table.health.alive(self._slot, now, table.in_flight.item(self._slot) - 1)
+        """The endpoint works on the request."""
+        table, slot = self._table, self._slot
+        if self._owed:
+            self._owed = False
+            table.unanswered[slot] -= 1
+        table.health.alive(slot, now, table.unanswered.item(slot))
 
     def _leave(self, now: float, *, well: bool) -> None:
         """The request is over."""
@@ -93,6 +99,8 @@ class Load:
         if self._alive:
             if well:
                 self._sign(now)
+            elif self._owed:
+                self._table.unanswered[self._slot] -= 1
             self._table.in_flight[self._slot] -= 1
 
 

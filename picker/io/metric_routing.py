@@ -99,5 +99,5 @@ def routing_readings(owner: Owner) -> list[Family]:
 
 
 def _suspects(director: Director) -> Readings:
-    suspects = director.table.health.suspects(director.table.slots, director.now())
+    suspects = director.table.suspects(director.table.slots, director.now())
     yield (), 0 if suspects is None else int(np.count_nonzero(suspects))

@@ -18,13 +18,13 @@ class EndpointHealthFilter:
 
     def keep(self, request: Request, candidates: Candidates) -> Flags | None:
         """Keep all when no candidate would be left: a wrong suspicion must not refuse requests."""
-        health, slots = candidates.table.health, candidates.slots
+        table, slots = candidates.table, candidates.slots
         now = request.now
-        suspects = health.suspects(slots, now)
+        suspects = table.suspects(slots, now)
         if suspects is None or suspects.all():
             return None
         keep = ~suspects
-        probed = health.due(slots[suspects], now)
+        probed = table.health.due(slots[suspects], now)
         if probed is not None:
             keep[slots.searchsorted(probed)] = True
         return keep
@@ -32,7 +32,7 @@ class EndpointHealthFilter:
     def probe(self, request: Request, candidates: Candidates) -> int | None:
         """The suspect that was kept, which is the one to probe."""
         slots = candidates.slots
-        suspects = candidates.table.health.suspects(slots, request.now)
+        suspects = candidates.table.suspects(slots, request.now)
         if suspects is None or suspects.all():
             return None
         return int(slots[np.flatnonzero(suspects)[0]])

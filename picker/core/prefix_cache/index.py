@@ -51,11 +51,13 @@ class _Place:
 class _Slot:
     """What one slot has: recorded runs, from the least to the most recent, and how often each run is held."""
 
-    __slots__ = ("bit", "capacity", "ends", "held", "places", "size")
+    __slots__ = ("bit", "capacity", "ends", "held", "held_size", "places", "size")
 
     def __init__(self, slot: int) -> None:
         self.bit = 1 << slot
         self.capacity: int | None = None
+        self.held_size = 0
+        """Blocks that are held and not recorded."""
         self.places: dict[_Run, _Place] = {}
         self.held: dict[_Run, int] = {}
         self.size = 0
@@ -68,6 +70,8 @@ class _Slot:
         if place is None:
             run.mask |= self.bit
             self.size += len(run.hashes)
+            if run in self.held:
+                self.held_size -= len(run.hashes)
         else:
             _unlink(place)
         self._place(run, model, self.ends)
@@ -85,6 +89,8 @@ class _Slot:
         place = self.places.pop(run)
         _unlink(place)
         self.size -= len(run.hashes)
+        if run in self.held:
+            self.held_size += len(run.hashes)
         return place.model
 
     def _place(self, run: _Run, model: str, newer: _Place) -> None:
@@ -170,9 +176,13 @@ class PrefixIndex:
         held = owner.held
         hold = Hold(owner, self._cover(hashes))
         for run in hold.runs:
-            held[run] = held.get(run, 0) + 1
+            count = held[run] = held.get(run, 0) + 1
+            if count == 1 and run not in owner.places:
+                owner.held_size += len(run.hashes)
             run.mask |= owner.bit
             run.holds.add(hold)
+        if owner.capacity is not None:
+            self._make_room(owner, hold)
         return hold
 
     def keep(self, hold: Hold, model: str) -> None:
@@ -194,6 +204,7 @@ class PrefixIndex:
             if count > 1:
                 held[run] = count - 1
             elif count and run not in owner.places:
+                owner.held_size -= len(run.hashes)
                 self._hide(run, owner)
 
     def forget(self, slot: int) -> None:
@@ -203,6 +214,7 @@ class PrefixIndex:
             for run in {**owner.places, **owner.held}:
                 self._hide(run, owner)
             owner.held.clear()
+            owner.held_size = 0
 
     def resize(self, capacity: int) -> None:
         """Change the capacity; longer lists shrink at once, which counts as eviction."""
@@ -225,7 +237,11 @@ class PrefixIndex:
         return exported
 
     def limit(self, slot: int, capacity: int) -> None:
-        """Give one slot a capacity of its own, until it is forgotten. It shrinks with the next record."""
+        """Give one slot the capacity of its engine's cache, until it is forgotten.
+
+        In that cache a request's blocks displace others when it begins, so that held blocks count here, too, and what a
+        request uses is recent from then on. It shrinks with the next hold or record.
+        """
         self._owner(slot).capacity = capacity
 
     def _owner(self, slot: int) -> _Slot:
@@ -266,9 +282,16 @@ class PrefixIndex:
             mask ^= lowest
         return rest
 
+    def _make_room(self, owner: _Slot, hold: Hold) -> None:
+        for run in reversed(hold.runs):
+            place = owner.places.get(run)
+            if place is not None:
+                owner.refresh(run, place.model)
+        self._shrink(owner)
+
     def _shrink(self, owner: _Slot) -> None:
-        capacity = self._capacity if owner.capacity is None else owner.capacity
-        while (excess := owner.size - capacity) > 0:
+        capacity = self._capacity if owner.capacity is None else owner.capacity - owner.held_size
+        while (excess := owner.size - capacity) > 0 and owner.places:
             run = owner.ends.newer.run
             if len(run.hashes) > excess:
                 run = self._split(run, len(run.hashes) - excess)
