@@ -46,10 +46,8 @@ class NoHitLruScorer:
         endpoints, sent = candidates.table.endpoints, self._sent
         last = np.array([sent.get(endpoints[slot].address, 0) for slot in slots.tolist()])
         longer = np.sort(last).searchsorted(last)
-        rated: Floats = longer.astype(np.float64)
-        rated *= -100.0 / max(len(slots) - 1, 1)
-        rated += 100.0
-        return rated
+        rated: Floats = longer / max(len(slots) - 1, 1)
+        return 100.0 * (1.0 - rated)
 
     def routed(self, address: str, work: Work) -> None:
         """Remember where a request goes, if nobody holds anything of its prompt."""

@@ -24,5 +24,5 @@ class QueueScorer:
     def score(self, request: Request, candidates: Candidates, match: MatchInfo | None, rng: Rng) -> Floats:  # noqa: ARG002
         waiting = waiting_now(candidates)
         longest, shortest = np.fmax.reduce(waiting), np.fmin.reduce(waiting)
-        rated = (longest - waiting) * (100.0 / (longest - shortest)) if longest > shortest else waiting * 0.0 + 100.0
+        rated = 100.0 * ((longest - waiting) / (longest - shortest)) if longest > shortest else waiting * 0.0 + 100.0
         return unknown_as_average(rated, NEUTRAL)
