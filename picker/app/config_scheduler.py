@@ -23,7 +23,9 @@ _RANDOM = "random"
 _LOAD_SCORERS = frozenset(
     name
     for name, plugin in PLUGINS.items()
-    if plugin.scorer and plugin.scorer(plugin.args()).producer is None and name not in (_RANDOM, "no-hit-lru")
+    if plugin.scorer
+    and plugin.scorer(plugin.args()).producer is None
+    and name not in (_RANDOM, "no-hit-lru", "prefix-cache-scorer")
 )
 
 
@@ -44,6 +46,10 @@ def _filter(data: object) -> str:
 
 def _scorer(data: object) -> str:
     name = _plugin(data)
+    if name not in _SCORERS and PLUGINS[name].producer:
+        raise ValueError(
+            f'only knows who holds what; enable "prefix-cache-scorer" with prefixMatchInfoProducerName: {name}, or token-cost'
+        )
     if name not in _SCORERS:
         raise ValueError(f"does not score; enable it under Filter, or use one of {', '.join(sorted(_SCORERS))}")
     return name

@@ -63,9 +63,9 @@ class Director:
         path = headers.get(":path", b"").decode("latin-1")
         unused = _UNUSED.get(asked.body_state)
         prompt = (
-            Prompt(unused=unused)
+            Prompt(unused=unused, headers=headers)
             if unused
-            else parse(path, asked.body, content_encoding=headers.get("content-encoding", b""))
+            else parse(path, asked.body, content_encoding=headers.get("content-encoding", b""), headers=headers)
         )
         request_id = headers.get(REQUEST_ID, b"").decode("latin-1")
         session = "" if self.sticky is None else self.sticky.session(headers, prompt.model)

@@ -114,12 +114,13 @@ class Ticket(Load):
     __slots__ = (
         "_director",
         "_learnings",
+        "_model",
         "_number",
         "_picked_at",
         "_prefill",
         "_queued_before",
-        "_request",
         "_routed_after",
+        "_text_bytes",
         "_work",
     )
 
@@ -136,7 +137,9 @@ class Ticket(Load):
         self._prefill = prefill
         self._routed_after = routed_after
         self._learnings = learnings
-        self._request = decision.request
+        prompt = decision.request.prompt
+        self._model = prompt.model
+        self._text_bytes = sum(map(len, prompt.texts))
         self._picked_at = decision.request.now
         self._queued_before = director.table.queued_tokens.item(slot)
         self._work = decision.tokens if prefill is None else 0.0
@@ -219,6 +222,6 @@ class Ticket(Load):
                 learning.undo()
             return
         if usage is not None and usage.prompt_tokens:
-            director.token_ratio.learn(self._request, usage.prompt_tokens)
+            director.token_ratio.learn(self._model, self._text_bytes, usage.prompt_tokens)
         for learning in self._learnings:
             learning.confirm(served, usage)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from picker.core.scheduling.api import Request
-
 DEFAULT = 4.0
 """Bytes per token of English text, for most tokenizers."""
 _LEAST, _MOST = 0.5, 64.0
@@ -30,15 +28,13 @@ class TokenRatio:
         """Bytes per token of prompts to this model."""
         return self._ratios.get(model, DEFAULT)
 
-    def learn(self, request: Request, tokens: int) -> None:
-        """An engine counted so many tokens in a prompt."""
-        prompt = request.prompt
-        size = sum(map(len, prompt.texts))
+    def learn(self, model: str, size: int, tokens: int) -> None:
+        """An engine counted so many tokens in a prompt whose text has so many bytes."""
         if tokens < _TELLING_TOKENS or not size:
             return
         ratio = min(max(size / tokens, _LEAST), _MOST)
-        known = self._ratios.get(prompt.model)
+        known = self._ratios.get(model)
         if known is not None:
-            self._ratios[prompt.model] = known + (ratio - known) * _WEIGHT
+            self._ratios[model] = known + (ratio - known) * _WEIGHT
         elif len(self._ratios) < _MOST_MODELS:
-            self._ratios[prompt.model] = ratio
+            self._ratios[model] = ratio
