@@ -7,9 +7,10 @@ the median of its rounds, and only ratios within one run count.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from statistics import median
+from typing import Any
 
 import uvloop
 from msgspec import Struct
@@ -31,6 +32,8 @@ _FILL_SECONDS = 5.0
 """Long enough to fill the prefix index, so that what is measured drops entries as a picker does for most of its life."""
 
 _PICKER, _CONSTANT, _GRPCIO, _PLAIN = "picker", "constant", "grpcio", "no ext_proc"
+_LEARNING, _OBSERVING = "picker reading usage", "picker observing"
+_OBSERVED_ROUNDS = 5
 
 
 class _Contender(Struct, frozen=True):
@@ -49,6 +52,14 @@ class _Round(Struct, frozen=True):
     rate: float
     p50: float
     p99: float
+
+
+def _server_cpu(turn: _Round) -> float:
+    return turn.server_cpu
+
+
+def _envoy_cpu(turn: _Round) -> float:
+    return turn.envoy_cpu
 
 
 def _median(rounds: Sequence[_Round], of: Callable[[_Round], float]) -> float:
@@ -87,11 +98,41 @@ async def _run() -> list[Row]:
             if duplex:
                 alone = await _rounds(template, [*contenders, plain], bodies, 1, 7, 1.0)
                 rows += _latency_rows(alone)
+        rows += await _usage_rows(start, engines, servers[_PICKER], bodies)
+    return rows
+
+
+async def _usage_rows(
+    start: Callable[[AbstractAsyncContextManager[Any]], Awaitable[Any]],
+    engines: Sequence[int],
+    plain: rig.Server,
+    bodies: Bodies,
+) -> list[Row]:
+    """What it costs to learn usage from responses: in full duplex, and from a second filter that observes."""
+    contenders = [
+        _Contender(_PICKER, plain, await start(rig.envoy(Template.FULL_DUPLEX, plain, engines))),
+        _Contender("picker, buffered", plain, await start(rig.envoy(Template.BUFFERED, plain, engines))),
+    ]
+    for name, template in ((_LEARNING, Template.FULL_DUPLEX), (_OBSERVING, Template.OBSERVABILITY)):
+        server = await start(rig.picker(engines, scrape_seconds=_SCRAPE_SECONDS, learn_usage=True))
+        contenders.append(_Contender(name, server, await start(rig.envoy(template, server, engines))))
+        await _turn(contenders[-1], bodies, _CONNECTIONS, _FILL_SECONDS)
+    rounds = list((await _rounds("usage", contenders, bodies, _CONNECTIONS, _OBSERVED_ROUNDS, 1.5)).values())
+    rows: list[Row] = []
+    for what, without, reading in (
+        ("reading usage in full duplex", rounds[0], rounds[2]),
+        ("an observing filter", rounds[1], rounds[3]),
+    ):
+        for whose, cpu in (("server", _server_cpu), ("Envoy", _envoy_cpu)):
+            before, after = _median(without, cpu), _median(reading, cpu)
+            rows.append(
+                Row(f"{whose} CPU per request for {what}", f"{after:.0f} - {before:.0f} us", after - before, "us")
+            )
     return rows
 
 
 async def _rounds(
-    template: Template, contenders: Sequence[_Contender], bodies: Bodies, connections: int, count: int, seconds: float
+    what: str, contenders: Sequence[_Contender], bodies: Bodies, connections: int, count: int, seconds: float
 ) -> Mapping[str, list[_Round]]:
     rounds: dict[str, list[_Round]] = {contender.name: [] for contender in contenders}
     for number in range(count):
@@ -99,7 +140,7 @@ async def _rounds(
             turn = await _turn(contender, bodies, connections, seconds)
             rounds[contender.name].append(turn)
             progress(
-                f"{template}, {connections} connections, round {number + 1}/{count}, {contender.name}: "
+                f"{what}, {connections} connections, round {number + 1}/{count}, {contender.name}: "
                 f"server {turn.server_cpu:.0f} us, Envoy {turn.envoy_cpu:.0f} us, "
                 f"{turn.rate:.0f}/s, p50 {turn.p50 * 1e3:.2f} ms"
             )
@@ -114,11 +155,12 @@ async def _turn(contender: _Contender, bodies: Bodies, connections: int, seconds
     load = await closed_loop(envoy.port, bodies.next, connections=connections, seconds=seconds)
     server_cpu = rig.cpu_seconds(server.pid) - before if server else 0.0
     envoy_cpu = rig.cpu_seconds(envoy.pid) - envoy_before
-    if server and await _streams(envoy) - streams != load.requests:
+    each = 2 if contender.name == _OBSERVING else 1
+    if server and await _streams(envoy) - streams != each * load.requests:
         raise RuntimeError(f"Envoy did not ask {contender.name} about every request; nothing was measured")
-    each = 1e6 / load.requests
+    scale = 1e6 / load.requests
     percentiles = load.percentiles
-    return _Round(server_cpu * each, envoy_cpu * each, load.requests / load.seconds, percentiles[49], percentiles[98])
+    return _Round(server_cpu * scale, envoy_cpu * scale, load.requests / load.seconds, percentiles[49], percentiles[98])
 
 
 async def _idle_row(engines: Sequence[int]) -> Row:
@@ -137,7 +179,7 @@ async def _streams(envoy: EnvoyProcess) -> int:
 
 
 def _cpu_rows(mode: str, rounds: Mapping[str, list[_Round]], *, budgets: bool) -> list[Row]:
-    cpu = {name: _median(turns, lambda turn: turn.server_cpu) for name, turns in rounds.items()}
+    cpu = {name: _median(turns, _server_cpu) for name, turns in rounds.items()}
     ours, constant, grpcio = cpu[_PICKER], cpu[_CONSTANT], cpu[_GRPCIO]
     what = f"server CPU per request, {mode}"
     rows = [
@@ -152,7 +194,7 @@ def _cpu_rows(mode: str, rounds: Mapping[str, list[_Round]], *, budgets: bool) -
     for name, turns in rounds.items():
         rate = _median(turns, lambda turn: turn.rate)
         p50, p99 = _median(turns, lambda turn: turn.p50), _median(turns, lambda turn: turn.p99)
-        envoy = _median(turns, lambda turn: turn.envoy_cpu)
+        envoy = _median(turns, _envoy_cpu)
         measured = f"{rate:.0f} requests/s, p50 {p50 * 1e3:.2f} ms, p99 {p99 * 1e3:.2f} ms"
         rows.append(Row(f"Envoy CPU per request, {mode}: {name}", measured, envoy, "us"))
     return rows

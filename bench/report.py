@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import platform
 import sys
+import sysconfig
 from collections.abc import Sequence
 
 import msgspec
@@ -35,8 +37,19 @@ def progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def python_build() -> str:
+    """Which Python this is, and whether it was built with profile-guided optimisation as far as it says so."""
+    if "--enable-optimizations" in (sysconfig.get_config_var("CONFIG_ARGS") or ""):
+        build = "profile-guided"
+    elif sys.base_prefix == "/usr":
+        build = "as the distribution builds it"
+    else:
+        build = "not profile-guided"
+    return f"Python {platform.python_version()}, {build}"
+
+
 def print_table(rows: Sequence[Row]) -> None:
-    table = Table("what", "measured", "value", "budget", "", title="Budgets")
+    table = Table("what", "measured", "value", "budget", "", title=f"Budgets ({python_build()})")
     for row in rows:
         budget = "" if row.budget is None else f"<= {row.budget:.3g} {row.unit}"
         verdict = "" if row.budget is None else "[green]pass" if row.passed else "[red]FAIL"

@@ -65,7 +65,11 @@ async def constant_server(transport: str, engine: int) -> AsyncIterator[Server]:
 
 @asynccontextmanager
 async def picker(
-    engine_ports: Sequence[int], *, scrape_seconds: float, kv_cache: KvCacheAware | None = None
+    engine_ports: Sequence[int],
+    *,
+    scrape_seconds: float,
+    kv_cache: KvCacheAware | None = None,
+    learn_usage: bool = False,
 ) -> AsyncIterator[Server]:
     """`picker serve` as users run it, with prefix-cache or kvcache-aware, and least-request of equal weight.
 
@@ -89,6 +93,7 @@ async def picker(
             "plugins": {"Filter": {"enabled": ["least-request"]}, "Score": {"enabled": score}},
         },
         "predict": {"listen": "127.0.0.1:0", "requestsPerSecond": 100_000},
+        "exchange": {"learnUsage": "from-body" if learn_usage else "off"},
         "scrape": {"intervalSeconds": scrape_seconds},
         "log": {"format": "json"},
     }
