@@ -128,6 +128,46 @@ async def test_a_change_of_endpoints_does_not_end_a_drain(cluster, fleet, follow
     assert (await picker.get("/health"))["reason"] == "draining"
 
 
+async def test_what_is_followed_can_change(cluster, fleet, following, start_picker, start_envoy_here):
+    first, second = await fleet.start("alpha", "node-0"), await fleet.start("beta", "node-0")
+    cluster.apply(pool("alpha", labels={"app": "alpha"}, ports=(fleet.port,)))
+    by_pool = following("alpha")
+    kubeconfig = by_pool["endpoints"]["kubernetes"]["kubeconfig"]
+    by_label = {"selector": "app in (beta)", "ports": [fleet.port], "kubeconfig": kubeconfig}
+    static = [{"address": f"{first.ip}:{fleet.port}"}, {"address": f"{second.ip}:{fleet.port}"}]
+    picker = await start_picker(by_pool)
+    envoy = await start_envoy_here(bootstrap(Template.FULL_DUPLEX, picker=picker.address))
+
+    async def serves():
+        answers = [await send(envoy.port, chat(f"{number} hello")) for number in range(8)]
+        return {answer.headers.get("x-engine", answer.status) for answer in answers}
+
+    async def follow(endpoints, expected):
+        picker.write({**picker.config, "endpoints": endpoints})
+        picker.send_signal(signal.SIGHUP)
+
+        async def followed():
+            return await serves() == expected
+
+        await until(followed)
+
+    async def watched(plurals):
+        async def are_watched():
+            return {stream.resource.plural for stream in cluster.streams} == plurals
+
+        await until(are_watched)
+
+    await follow(by_pool["endpoints"], {first.ip})
+    await watched({"pods", "inferencepools"})
+    await follow({"kubernetes": by_label}, {second.ip})
+    await watched({"pods"})
+    await follow({"static": static}, {first.ip, second.ip})
+    await watched(set())
+    await follow(by_pool["endpoints"], {first.ip})
+    samples = await picker.settled()
+    assert samples("endpoints") == 1
+
+
 async def test_a_cluster_in_which_everything_happens(cluster, fleet, following, start_picker, start_envoy_here):
     """Three pools of 200 pods: a rolling restart, the loss of a node, an outage of the API server; all under load."""
     for number in range(201):
