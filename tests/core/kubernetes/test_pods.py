@@ -7,6 +7,7 @@ import json
 import random
 import sys
 
+import kubernetes_validate
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,7 +47,16 @@ def pod(name="model-0", ip="10.0.0.1", **changes):
                 {"type": "ContainersReady", "status": "True"},
                 {"type": "Ready", "status": "True"},
             ],
-            "containerStatuses": [{"name": "engine", "ready": True, "state": {"running": {"startedAt": STARTED}}}],
+            "containerStatuses": [
+                {
+                    "name": "engine",
+                    "image": "vllm",
+                    "imageID": "vllm",
+                    "ready": True,
+                    "restartCount": 0,
+                    "state": {"running": {"startedAt": STARTED}},
+                }
+            ],
         },
     }
     for path, value in changes.items():
@@ -77,6 +87,14 @@ def one(found, **more):
 
 def condition(kind, status):
     return {"type": kind, "status": status}
+
+
+@pytest.mark.parametrize("version", ["1.30", "1.33", "1.36"])
+def test_the_pods_of_these_tests_are_pods(version):
+    """Their fields are checked against the published schemas, so that no misspelt one is read here."""
+    gates = [{"conditionType": "example.com/warm"}]
+    found = pod(spec__hostNetwork=True, spec__readinessGates=gates)
+    kubernetes_validate.validate({"apiVersion": "v1", "kind": "Pod", **found}, version, strict=True)
 
 
 def test_a_ready_pod_is_an_endpoint():
