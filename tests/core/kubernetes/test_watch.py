@@ -13,8 +13,8 @@ from picker.core.kubernetes.objects import MalformedError, Named, Status, decode
 from picker.core.kubernetes.watch import Failure, Watch, WatchSettings
 from tests.support.fake_kubernetes.resources import BUILT_IN
 from tests.support.fake_kubernetes.selectors import selects
-from tests.support.fake_kubernetes.server import bookmark_line, frame_line
 from tests.support.fake_kubernetes.storage import ApiError, Storage
+from tests.support.fake_kubernetes.streams import bookmark_line, frame_line
 
 PODS = next(resource for resource in BUILT_IN if resource.plural == "pods")
 SELECTION = {"labelSelector": "app=model"}

@@ -5,48 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections import Counter, deque
+from collections import Counter
 from contextlib import suppress
-from typing import Any
 
 import yaml
 from aiohttp import web
 
+from tests.support.fake_kubernetes import discovery
 from tests.support.fake_kubernetes.faults import Faults
 from tests.support.fake_kubernetes.patches import patched
 from tests.support.fake_kubernetes.resources import BUILT_IN, INFERENCE, Resource
-from tests.support.fake_kubernetes.selectors import Matches, Object, selects
-from tests.support.fake_kubernetes.storage import ApiError, Change, Storage, frame_for
-
-_VERBS = ["create", "delete", "get", "list", "patch", "update", "watch"]
-
-
-class Stream:
-    """A watch that is open: frames wait here until they are sent."""
-
-    def __init__(self, resource: Resource, namespace: str, matches: Matches) -> None:
-        self.resource = resource
-        self.namespace = namespace
-        self.matches = matches
-        self.frames: deque[bytes | None] = deque()
-        """None ends the stream properly."""
-        self.wake = asyncio.Event()
-        self.transport: asyncio.Transport | None = None
-        self.muted = False
-
-    def tell(self, storage: tuple[str, str], change: Change) -> None:
-        if storage == self.resource.storage and (frame := frame_for(change, self.namespace, self.matches)):
-            self.send(frame_line(*frame, self.resource))
-
-    def send(self, line: bytes | None) -> None:
-        if not self.muted:
-            self.frames.append(line)
-            self.wake.set()
-
-    def mute(self) -> None:
-        """Be silent from now on, without an end."""
-        self.muted = True
-        self.frames.clear()
+from tests.support.fake_kubernetes.selectors import Object, selects
+from tests.support.fake_kubernetes.storage import ApiError, Change, Storage, not_served
+from tests.support.fake_kubernetes.streams import Stream, bookmark_line, frame_line, line_of
 
 
 class FakeKubernetes:
@@ -145,7 +116,7 @@ class FakeKubernetes:
 
     def send_error_frame(self, code: int, reason: str = "Expired") -> None:
         """Send an ERROR frame to every watch, and end it."""
-        self.send_to_streams(_line("ERROR", ApiError(code, reason, "as the test wants it").status))
+        self.send_to_streams(line_of("ERROR", ApiError(code, reason, "as the test wants it").status))
         self.end_streams()
 
     def _tell(self, storage: tuple[str, str], change: Change) -> None:
@@ -181,18 +152,18 @@ class FakeKubernetes:
             case ["api"]:
                 return web.json_response({"kind": "APIVersions", "versions": ["v1"]})
             case ["apis"]:
-                return web.json_response(self._groups())
+                return web.json_response(discovery.groups(self.storage.resources.values()))
             case ["api", version]:
-                return web.json_response(self._resources("", version))
+                return web.json_response(discovery.version("", version, self.storage.resources.values()))
             case ["apis", group]:
-                return web.json_response(self._group(group))
+                return web.json_response(discovery.group(group, self.storage.resources.values()))
             case ["apis", group, version]:
-                return web.json_response(self._resources(group, version))
+                return web.json_response(discovery.version(group, version, self.storage.resources.values()))
             case ["api", version, *rest]:
                 return await self._object(request, "", version, rest)
             case ["apis", group, version, *rest]:
                 return await self._object(request, group, version, rest)
-        raise ApiError(404, "NotFound", "the server could not find the requested resource")
+        raise not_served()
 
     async def _object(self, request: web.Request, group: str, version: str, rest: list[str]) -> web.StreamResponse:
         namespace = ""
@@ -201,7 +172,7 @@ class FakeKubernetes:
         plural, name, subresource = (*rest, "", "")[:3]
         resource = self.storage.resources.get((group, version, plural))
         if resource is None or subresource not in {"", "status"} or (namespace and not resource.namespaced):
-            raise ApiError(404, "NotFound", "the server could not find the requested resource")
+            raise not_served()
         verb = _verb(request, name)
         self.requests[verb, plural] += 1
         if (verb, plural) in self.faults.forbidden:
@@ -273,7 +244,7 @@ class FakeKubernetes:
         except ApiError as error:
             if error.code != 410 or self.faults.expired_as_status:
                 raise
-            stream.send(_line("ERROR", error.status))
+            stream.send(line_of("ERROR", error.status))
             stream.send(None)
             frames = []
         for frame in frames:
@@ -313,28 +284,6 @@ class FakeKubernetes:
                 if bookmarks and self.faults.bookmarks and not stream.frames:
                     stream.send(bookmark_line(stream.resource, self.storage.revision))
 
-    def _groups(self) -> Object:
-        names = dict.fromkeys(one.group for one in self.storage.resources.values() if one.group)
-        return {"kind": "APIGroupList", "apiVersion": "v1", "groups": [self._group(name) for name in names]}
-
-    def _group(self, name: str) -> Object:
-        versions = dict.fromkeys(one.version for one in self.storage.resources.values() if one.group == name)
-        if not versions:
-            raise ApiError(404, "NotFound", "the server could not find the requested resource")
-        listed = [{"groupVersion": f"{name}/{version}", "version": version} for version in versions]
-        return {"kind": "APIGroup", "apiVersion": "v1", "name": name, "versions": listed, "preferredVersion": listed[0]}
-
-    def _resources(self, group: str, version: str) -> Object:
-        found = [
-            {"name": one.plural, "singularName": one.kind.lower(), "namespaced": one.namespaced, "kind": one.kind}
-            for one in self.storage.resources.values()
-            if (one.group, one.version) == (group, version)
-        ]
-        if not found:
-            raise ApiError(404, "NotFound", "the server could not find the requested resource")
-        head = {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": f"{group}/{version}".strip("/")}
-        return {**head, "resources": [{**one, "verbs": _VERBS} for one in found]}
-
 
 def _verb(request: web.Request, name: str) -> str:
     if request.method == "GET":
@@ -343,16 +292,3 @@ def _verb(request: web.Request, name: str) -> str:
     if verb is None or (verb == "create") == bool(name):
         raise ApiError(405, "MethodNotAllowed", "the server does not allow this method on the requested resource")
     return verb
-
-
-def frame_line(kind: str, found: Object, resource: Resource) -> bytes:
-    return _line(kind, {"apiVersion": resource.api_version, "kind": resource.kind, **found})
-
-
-def bookmark_line(resource: Resource, revision: int) -> bytes:
-    metadata: dict[str, Any] = {"resourceVersion": str(revision), "creationTimestamp": None}
-    return _line("BOOKMARK", {"apiVersion": resource.api_version, "kind": resource.kind, "metadata": metadata})
-
-
-def _line(kind: str, found: Object) -> bytes:
-    return json.dumps({"type": kind, "object": found}).encode() + b"\n"

@@ -183,6 +183,10 @@ def frame_for(change: Change, namespace: str, matches: Matches) -> tuple[str, Ob
     return change.seen_through(lambda found: _within(found, namespace) and matches(found))
 
 
+def not_served() -> ApiError:
+    return ApiError(404, "NotFound", "the server could not find the requested resource")
+
+
 def expired(message: str) -> ApiError:
     return ApiError(410, "Expired", message)
 
