@@ -24,7 +24,6 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 
 from picker import __version__
 from picker.core.director import Director
-from picker.core.scheduling.decision import Decision
 from picker.io.admin import MAX_INPUT_BYTES, ExplainError, explain
 from picker.io.telemetry import RECENT_DECISIONS, Hub, Record
 
@@ -175,14 +174,14 @@ def _summary(record: Record) -> dict[str, Any]:
     if decision.order:
         position = decision.order[0]
         endpoint = decision.endpoints[position]
-        matched, total = _held(decision, position)
+        match = next((plugin.match for plugin in decision.plugins if plugin.match is not None), None)
         best = {
             "name": endpoint.name,
             "namespace": endpoint.namespace,
             "address": endpoint.address,
             "total": float(decision.totals[position]),
-            "matched": matched,
-            "of": total,
+            "matched": int(match.matched[position]) if match else 0,
+            "of": match.total if match else 0,
         }
     return {
         "number": record.number,
@@ -196,17 +195,6 @@ def _summary(record: Record) -> dict[str, Any]:
         "microseconds": sum(decision.steps) / 1000,
         "destination": best,
     }
-
-
-def _held(decision: Decision, position: int) -> tuple[int, int]:
-    """What a candidate holds of the whole prompt: units of the first plugin that rates it, else tokens."""
-    match = next((plugin.match for plugin in decision.plugins if plugin.match is not None), None)
-    if match is not None:
-        return int(match.matched[position]), match.total
-    work = decision.work
-    if work is None or decision.request.prompt.unused is not None:
-        return 0, 0
-    return round(work.prompt - work.uncached[position]), round(work.prompt)
 
 
 def _integer(request: web.Request, name: str, default: int | None) -> int | None:

@@ -46,12 +46,12 @@ def test_by_cost(table):
     scheduler = scheduler_of(ProfileName.TOKEN_COST)
     holds(scheduler, table, 1, PROMPT[:2048])
     table.in_flight[:3] = [4, 1, 4]
-    table.queued_tokens[:3] = [3000, 300, 8000]
-    # By hand, the means being 3 in flight and 3,766.67 queued: beta 300 + 512 (1 + 2/4 + .4598) + 200 = 1,503.4,
-    # alpha 3000 + 1024 (1 + 8/4 + .4598) + 800 = 7,342.8.
+    table.queued_tokens[:3] = [2048, 2048, 2048]
+    # By hand, with 3 in flight on average and 2,048 queued everywhere: beta 2048 + 512 (1 + 2/4 + 1/4) + 200 = 3,144,
+    # alpha 2048 + 1024 (1 + 8/4 + 1/4) + 800 = 6,176.
     assert why(decide(scheduler, table)) == (
-        "beta costs 1,503 tokens: it lacks 512 of the prompt's 1,024, and has 300 queued and 1 request in flight. "
-        "The next best is alpha, with 7,343."
+        "beta costs 3,144 tokens: it lacks 512 of the prompt's 1,024, and has 2,048 queued and 1 request in flight. "
+        "The next best is alpha, with 6,176."
     )
 
 

@@ -53,7 +53,7 @@ async def test_a_slow_upload_is_routed_by_all_of_it(shipped, seen):
     assert found.sha256 == sha256(body)
     decision = await decision_on(shipped.picker, found)
     assert decision["prompt_unused"] == ""
-    assert 25_000 < decision["destination"]["of"] * 4 <= 31_000, "tokens of four bytes"
+    assert 25_000 < decision["destination"]["of"] * 512 <= 31_000, "blocks of 512 bytes"
     assert decision["destination"]["address"] == found.engine.address
 
 
