@@ -114,10 +114,10 @@ def _overridden(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[s
     """The data with the overrides in it. Endpoints come from one place: where else the data has them from is dropped."""
     base = dict(data)
     if "endpoints" in overrides:
-        endpoints = base.get("endpoints")
-        source = endpoints.get("kubernetes") if isinstance(endpoints, dict) else None
-        kept = {key: value for key, value in source.items() if key not in _WHICH} if isinstance(source, dict) else {}
-        base["endpoints"] = {"kubernetes": kept}
+        source = base["endpoints"].get("kubernetes") if isinstance(base.get("endpoints"), dict) else None
+        base["endpoints"] = {}
+        if isinstance(source, dict) and "kubernetes" in overrides["endpoints"]:
+            base["endpoints"]["kubernetes"] = {key: value for key, value in source.items() if key not in _WHICH}
     return _merged(base, overrides)
 
 
