@@ -10,12 +10,13 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
 from math import inf
 from typing import Any
 
 import structlog
 import zmq
-import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from picker.core.kv_events.events import EventBatch
@@ -39,6 +40,7 @@ from picker.io.kv_events.frames import (
     replay_request,
 )
 from picker.io.kv_events.share import LoopShare
+from picker.io.kv_events.sockets import Context, Socket, has_more, open_monitor, open_socket, read_one, readable
 from picker.io.kv_events.source import KvEventHandler, KvEventSource, SubscriberSettings
 
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -108,17 +110,17 @@ class RankSubscription:
             "dropped": dict(self.dropped),
         }
 
-    async def run(self, context: zmq.asyncio.Context) -> None:
+    async def run(self, context: Context) -> None:
         """Follow the rank until cancelled."""
-        live = self._socket(context, zmq.SUB, self._settings.high_water_mark)
-        monitor = live.get_monitor_socket(_MONITORED)
+        live = open_socket(context, zmq.SUB, self._settings)
+        monitor = open_monitor(context, live, _MONITORED)
         try:
             live.subscribe(self._topic)
             live.connect(self.endpoint)
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._follow_connection(monitor, live))
                 group.create_task(self._follow_frames(live))
-                self._start_replay = lambda ask: group.create_task(self._run_replay(context, ask))
+                self._start_replay = lambda ask: group.create_task(self._run_replay(context, live, ask))
         finally:
             if self._timer is not None:
                 self._timer.cancel()
@@ -128,34 +130,18 @@ class RankSubscription:
             monitor.close(0)
             live.close(0)
 
-    def _socket(self, context: zmq.asyncio.Context, kind: int, high_water_mark: int) -> zmq.asyncio.Socket:
-        socket = context.socket(kind)
-        for option, value in (
-            (zmq.IPV6, 1),
-            (zmq.LINGER, 0),
-            (zmq.RCVHWM, high_water_mark),
-            (zmq.MAXMSGSIZE, 4 * self._settings.limits.max_frame),  # larger ones are not even read
-            (zmq.RECONNECT_IVL, round(1000 * self._settings.reconnect)),
-            (zmq.RECONNECT_IVL_MAX, round(1000 * self._settings.reconnect_most)),
-            (zmq.TCP_KEEPALIVE, 1),
-            (zmq.TCP_KEEPALIVE_IDLE, 15),
-            (zmq.TCP_KEEPALIVE_INTVL, 5),
-            (zmq.TCP_KEEPALIVE_CNT, 3),
-        ):
-            socket.setsockopt(option, value)
-        return socket
-
-    async def _follow_frames(self, live: zmq.asyncio.Socket) -> None:
+    async def _follow_frames(self, live: Socket) -> None:
         while True:
-            if not await _read_all(self._share, live, self._take_live):
-                await live.poll()
+            some = await self._share.read(partial(read_one, live, self._take_live))
             self._confirm_connection()
+            if not some:
+                await readable(live)
 
-    async def _follow_connection(self, monitor: zmq.asyncio.Socket, live: zmq.asyncio.Socket) -> None:
+    async def _follow_connection(self, monitor: Socket, live: Socket) -> None:
         while True:
-            await monitor.poll()
-            await _read_all(self._share, monitor, self._take_monitored)
-            if not int(live.get(zmq.EVENTS)) & zmq.POLLIN:
+            await readable(monitor)
+            await self._share.read(partial(read_one, monitor, self._take_monitored))
+            if not has_more(live):
                 self._confirm_connection()
 
     def _take_monitored(self, parts: Sequence[bytes]) -> None:
@@ -191,8 +177,8 @@ class RankSubscription:
             self.counts["unnumbered"] += 1
         self._do(self._tracker.received(frame.sequence, frame.payload, self._now()))
 
-    async def _run_replay(self, context: zmq.asyncio.Context, ask: AskReplay) -> None:
-        """Ask for a replay and take its replies, as long as they are wanted."""
+    async def _run_replay(self, context: Context, live: Socket, ask: AskReplay) -> None:
+        """Ask for a replay and take its replies, as long as they are wanted; a live frame goes before its replay."""
 
         def take(parts: Sequence[bytes]) -> None:
             try:
@@ -208,12 +194,20 @@ class RankSubscription:
 
         assert self.replay_endpoint is not None  # noqa: S101  the tracker asks nothing otherwise
         try:
-            with self._socket(context, zmq.DEALER, self._settings.high_water_mark) as dealer:
+            with open_socket(context, zmq.DEALER, self._settings) as dealer:
+
+                def read_next() -> bool:
+                    if read_one(live, self._take_live):
+                        return True
+                    return self._replay is ask and read_one(dealer, take)
+
                 dealer.connect(self.replay_endpoint)
-                await dealer.send_multipart(replay_request(ask.start))
+                dealer.send_multipart(replay_request(ask.start), zmq.NOBLOCK)
                 while self._replay is ask:
-                    if await dealer.poll(round(1000 * self._settings.limits.replay_idle)):
-                        await _read_all(self._share, dealer, take, lambda: self._replay is ask)
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(self._settings.limits.replay_idle):
+                            await readable(dealer)
+                    await self._share.read(read_next)
         except zmq.ZMQError:
             self.counts["replay_errors"] += 1  # the tracker waits no longer than for a reply that does not come
 
@@ -293,29 +287,3 @@ _COUNTS = (
         "handler_errors",
     ),
 )
-
-
-async def _read_all(
-    share: LoopShare,
-    socket: zmq.asyncio.Socket,
-    take: Callable[[Sequence[bytes]], None],
-    wanted: Callable[[], bool] = lambda: True,
-) -> int:
-    """Hand over every message that is there, letting others run in between; returns how many."""
-    shadow: zmq.Socket[bytes] = zmq.Socket.shadow(socket.underlying)
-    count = 0
-
-    def read_one() -> bool:
-        nonlocal count
-        if not wanted():
-            return False
-        try:
-            parts = shadow.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        take(parts)
-        count += 1
-        return True
-
-    await share.read(read_one)
-    return count

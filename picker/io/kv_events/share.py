@@ -46,14 +46,14 @@ class LoopShare:
             if not self._urgent:
                 self._calm.set()
 
-    async def read(self, read_one: Callable[[], bool]) -> None:
-        """Call `read_one` until it returns False: there is nothing left."""
+    async def read(self, read_one: Callable[[], bool]) -> bool:
+        """Call `read_one` until it returns False: there is nothing left. Returns whether there was anything."""
         clock = time.perf_counter
         if (rest := self._rested - clock()) > 0:
             await asyncio.sleep(rest)
         if not self._turn.locked():
             self._spent = 0.0
-        left = True
+        left, some = True, False
         while left:
             async with self._turn:  # which is fair: whoever waits longest is next
                 if self._urgent:
@@ -64,10 +64,12 @@ class LoopShare:
                     ended, began = began, clock()
                     self._until = began + min(max(began - ended, _LEAST), _MOST)
                 while (left := read_one()) and clock() < self._until:
-                    pass
+                    some = True
+                some |= left
                 now = clock()
                 self._spent += now - began
         self._rested = now + min(_REST * self._spent, _LONGEST_REST)
+        return some
 
     async def _wait_for_calm(self) -> None:
         patience = self._rested + self._patience - time.perf_counter()

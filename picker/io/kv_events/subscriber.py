@@ -6,17 +6,12 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-import zmq
-import zmq.asyncio
-
 from picker.core.kv_events.decode import decode
 from picker.core.kv_events.events import EventBatch
 from picker.io.kv_events.rank import RankSubscription
 from picker.io.kv_events.share import LoopShare
+from picker.io.kv_events.sockets import Context, new_context
 from picker.io.kv_events.source import KvEventHandler, KvEventSource, SubscriberSettings
-
-MAX_SOCKETS = 16_384
-"""libzmq's own limit is 1,023 sockets a context; a rank needs three, and a fourth while it replays."""
 
 
 class KvEventSubscriber:
@@ -32,7 +27,7 @@ class KvEventSubscriber:
         handler: KvEventHandler,
         *,
         settings: SubscriberSettings | None = None,
-        context: zmq.asyncio.Context | None = None,
+        context: Context | None = None,
         decode: Callable[[bytes], EventBatch] = decode,
         share: LoopShare | None = None,
     ) -> None:
@@ -58,10 +53,3 @@ class KvEventSubscriber:
     def stats(self) -> dict[str, dict[str, Any]]:
         """Return what each rank has seen, by its number, for people."""
         return {str(rank.rank): rank.stats() for rank in self.ranks}
-
-
-def new_context() -> zmq.asyncio.Context:
-    """Return a ZMQ context with room for many engines, for all subscribers of a process."""
-    context = zmq.asyncio.Context()
-    context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
-    return context

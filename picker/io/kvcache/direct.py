@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import structlog
-import zmq.asyncio
 from msgspec import Struct
 
 from picker.core.block_index.index import BlockIndex
@@ -16,8 +15,9 @@ from picker.core.endpoints import Endpoint
 from picker.core.plugins.kvcache_args import KvCacheArgs
 from picker.io.kv_events.frames import endpoint_of_rank
 from picker.io.kv_events.share import LoopShare
+from picker.io.kv_events.sockets import Context, new_context
 from picker.io.kv_events.source import KvEventSource
-from picker.io.kv_events.subscriber import KvEventSubscriber, new_context
+from picker.io.kv_events.subscriber import KvEventSubscriber
 from picker.io.kvcache.sources import EngineFeed, Followed
 
 logger = structlog.get_logger(__name__)
@@ -56,7 +56,7 @@ class DirectSources:
         self._engines: dict[int, _Engine] = {}
         self._past_events: Counter[str] = Counter()
         self._past_dropped: Counter[str] = Counter()
-        self._context: zmq.asyncio.Context | None = None
+        self._context: Context | None = None
         self._share = share
         self._clock = clock
         self._stopped: set[asyncio.Task[None]] = set()
