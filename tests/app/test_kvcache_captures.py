@@ -13,6 +13,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from picker.core.block_hashes.registry import HashName
 from picker.core.endpoints import Endpoint, KvEvents
 from picker.core.plugins.kvcache_args import IndexMode, RedisArgs
 from picker.io.kvcache.oracle import Oracle
@@ -29,8 +30,15 @@ KTHENAS_HASH = {
 }
 
 
-@pytest.mark.parametrize("name", ["evict", "bytes", "lora", "chat", "hybrid", "restart"])
-async def test_every_prediction_is_what_vllm_reported(name, redis_server, background, until):
+@pytest.mark.parametrize(
+    ("name", "protocol"),
+    [
+        *((name, HashName.KTHENA) for name in ("evict", "bytes", "lora", "chat", "hybrid", "restart")),
+        ("chat", HashName.LLM_D_XXH64),
+        ("chat", HashName.VLLM_SHA256),
+    ],
+)
+async def test_every_prediction_is_what_vllm_reported(name, protocol, redis_server, background, until):
     with gzip.open(CAPTURES / f"{name}-A.jsonl.gz", "rt") as recorded:
         meta, *lines = [json.loads(line) for line in recorded]
     context = zmq.asyncio.Context()
@@ -38,7 +46,7 @@ async def test_every_prediction_is_what_vllm_reported(name, redis_server, backgr
     publisher.setsockopt(zmq.XPUB_VERBOSE, 1)
     publisher.bind("tcp://127.0.0.1:*")
     endpoint = publisher.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
-    where = {"REDIS_HOST": "127.0.0.1", "REDIS_PORT": str(redis_server.port)}
+    where = {"REDIS_HOST": "127.0.0.1", "REDIS_PORT": str(redis_server.port), "KV_EVENT_HASH_PROTOCOL": protocol}
     redis = RedisArgs(address=f"127.0.0.1:{redis_server.port}", budget_seconds=5.0)
     async with (
         running(endpoint, meta["topic"], meta["model"], {"KV_EVENT_SYNC_MODE": "memory"}) as streaming,
@@ -54,7 +62,9 @@ async def test_every_prediction_is_what_vllm_reported(name, redis_server, backgr
         )
         runtimes = {}
         for mode in IndexMode:
-            director, runtime = make(index_mode=mode, block_size_to_hash=meta["block_size"], redis=redis)
+            director, runtime = make(
+                index_mode=mode, block_size_to_hash=meta["block_size"], hash_protocol=protocol, redis=redis
+            )
             become(director, runtime, pod)
             background(runtime.run())
             runtimes[mode] = runtime
@@ -92,4 +102,5 @@ async def test_every_prediction_is_what_vllm_reported(name, redis_server, backgr
     publisher.close(0)
     context.term()
     assert +errors[IndexMode.DIRECT] == +errors[IndexMode.MEMORY] == Counter(NOBODY_KNOWS.get(name, {}))
-    assert +errors[IndexMode.REDIS] == Counter(KTHENAS_HASH.get(name, {}))
+    by_hashes = KTHENAS_HASH if protocol is HashName.KTHENA else {}
+    assert +errors[IndexMode.REDIS] == Counter(by_hashes.get(name, {}))
