@@ -9,6 +9,7 @@ import pytest
 
 from picker.app.config import load
 from picker.app.envoy import Template, bootstrap
+from picker.app.kubernetes import pool_name
 from tests.conformance.gateways import telling_who_served
 from tests.conformance.servers import BACKEND
 from tests.support.bodies import chat
@@ -49,6 +50,28 @@ def test_picker_check_warns(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
     assert done.returncode == 0
     assert f"{path}: warning: exchange.conformance: lets clients choose the endpoint" in done.stderr
+
+
+SUITE_ARGUMENTS = (
+    *("--pool-name", "primary-inference-pool", "--pool-namespace", "inference-conformance-app-backend"),
+    *("--v", "4", "--zap-encoder", "json", "--grpc-port", "9002", "--grpc-health-port", "9003"),
+)
+"""Those of the picker Deployments in the suite's manifests, up to `--config-file`."""
+
+
+@pytest.mark.parametrize("flag", ["--config-file", "--config-text"])
+def test_the_suites_arguments_are_understood_beside_it(tmp_path, flag):
+    path = tmp_path / "conformance-plugins.yaml"
+    path.write_text(CONFORMANCE)
+    given = str(path) if flag == "--config-file" else CONFORMANCE
+    command = [sys.executable, "-m", "picker", "check", *SUITE_ARGUMENTS, flag, given]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    assert done.returncode == 0, done.stderr
+    config = load(done.stdout).config
+    assert config.exchange.conformance
+    assert (config.listen.extproc, config.listen.admin) == ("0.0.0.0:9002", "0.0.0.0:9003")
+    assert config.listen.tls.mode == "self-signed"
+    assert pool_name(config.endpoints.kubernetes) == "inference-conformance-app-backend/primary-inference-pool"
 
 
 @SESSION
