@@ -21,7 +21,8 @@ class HeadersReply(Struct, frozen=True, gc=False):
     """Answers a headers message.
 
     `destination` becomes the destination header (overwriting the client's) and the same dynamic metadata; its name is
-    never in `remove_headers` too, nor are those of `set_headers`, which overwrite the client's. `modes` asks Envoy for these body modes, which it grants where it is configured to.
+    never in `remove_headers` too, nor are those of `set_headers`, which overwrite what is there. `modes` asks Envoy for
+    these body modes, which it grants where it is configured to.
     """
 
     side: Side
