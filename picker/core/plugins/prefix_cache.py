@@ -38,6 +38,9 @@ class PrefixCacheArgs(Struct, frozen=True, forbid_unknown_fields=True):
     topKMatches: int = 5  # noqa: N815
     """Endpoints that get a score; those with the longest match first, by chance among equals."""
 
+    recordAtPick: bool = True  # noqa: N815
+    """Whether a request's blocks count from its pick on. False: only when it has succeeded, as in Kthena's router; until
+    then, requests with the same new beginning do not find each other."""
     sizeFromEngine: bool = False  # noqa: N815
     """Keep as many blocks for an endpoint as its engine's KV cache has room for, where it says how large that is."""
     sizeMargin: float = 1.25  # noqa: N815
@@ -46,7 +49,7 @@ class PrefixCacheArgs(Struct, frozen=True, forbid_unknown_fields=True):
     def effective(self) -> PrefixCacheArgs:
         """The same with defaults in the place of values that are zero or less."""
         chosen = {name: getattr(self, name) for name in self.__struct_fields__}
-        return PrefixCacheArgs(**{name: value for name, value in chosen.items() if value > 0})
+        return PrefixCacheArgs(**{name: value for name, value in chosen.items() if value > 0 or value is False})
 
 
 WHOLE_PROMPT = PrefixCacheArgs(
@@ -112,7 +115,7 @@ class PrefixCacheProducer:
             sum(map(len, prompt.texts)) / ratio,
         )
         sizes = candidates.table.cache_tokens if args.sizeFromEngine else None
-        return PrefixMatch(self.index, prompt.model, size, chains, info, sizes, args.sizeMargin)
+        return PrefixMatch(self.index, prompt.model, size, chains, info, args.recordAtPick, sizes, args.sizeMargin)
 
     def adopt(self, slot: int, shared: bytes, now: float) -> PrefixLearning | None:  # noqa: ARG002
         """Hold the blocks of another picker's pick; None for blocks of another size, and for what is not blocks."""
@@ -125,8 +128,8 @@ class PrefixCacheProducer:
             return None
         if any(len(set(chain)) < len(chain) for chain in chains):
             return None
-        match = PrefixMatch(self.index, model, size, [chain.tolist() for chain in chains], _NO_INFO)
-        return match.picked(slot)
+        lists = [chain.tolist() for chain in chains]
+        return PrefixMatch(self.index, model, size, lists, _NO_INFO, self._args.recordAtPick).picked(slot)
 
     def export(self, slot: int) -> Iterator[bytes]:
         """What is recorded for a slot, in pieces for `adopt`, the least recent first."""
@@ -158,6 +161,8 @@ class PrefixMatch(Struct, frozen=True, gc=False):
     block_size: int
     chains: Sequence[Sequence[int]]
     info: MatchInfo
+    at_pick: bool
+    """Whether the blocks are visible from the pick on."""
     sizes: Floats | None = None
     """Tokens that each slot's engine has room for, where the index follows that."""
     margin: float = 1.0
@@ -170,6 +175,8 @@ class PrefixMatch(Struct, frozen=True, gc=False):
     def picked(self, slot: int) -> PrefixLearning:
         if self.sizes is not None and (tokens := self.sizes.item(slot)) > 0:
             self.prefixes.limit(slot, int(tokens / self.info.tokens_per_unit * self.margin) + 1)
+        if not self.at_pick:
+            return PrefixLearning(self, slot, ())
         hold = self.prefixes.hold
         return PrefixLearning(self, slot, [hold(slot, chain) for chain in self.chains])
 
@@ -183,7 +190,7 @@ class PrefixLearning(Struct, frozen=True, gc=False):
 
     def confirm(self, slot: int | None, usage: Usage | None = None) -> None:  # noqa: ARG002
         match, index = self.match, self.match.prefixes
-        if slot == self.picked:
+        if slot == self.picked and match.at_pick:
             for hold in self.holds:
                 index.keep(hold, match.model)
             return

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 from typing import Annotated, Final
 
@@ -39,6 +39,8 @@ _UNREADABLE = frozenset({
     Unused.BODY_MODE_STREAMED, Unused.BODY_TRUNCATED, Unused.CONTENT_ENCODING, Unused.TOO_COMPLEX
 })  # fmt: skip
 _MAX_SHARED_BYTES = 1 << 30
+_EXPORTED_POSITIONS = 8192
+"""Positions in a piece of what is exported; a chain is not cut."""
 _shared = msgspec.msgpack.Decoder(list[tuple[bytes, bytes]])
 
 _ALIAS_BYTES = 300
@@ -162,6 +164,19 @@ class SessionPrefixCacheProducer:
             return None
         return AdoptedPick(self, slot, [self.index.hold(slot, chain) for chain in chains], now) if chains else None
 
+    def export(self, slot: int) -> Iterator[bytes]:
+        """What a slot is known to hold, in pieces for `adopt`, the least recent first."""
+        chains: list[Chain] = []
+        positions = 0
+        for chain in self.index.export(slot):
+            chains.append(chain)
+            positions += len(chain.hashes)
+            if positions >= _EXPORTED_POSITIONS:
+                yield _packed(chains)
+                chains, positions = [], 0
+        if chains:
+            yield _packed(chains)
+
     def forget(self, slot: int) -> None:
         self.index.forget(slot)
         self.reporting.discard(slot)
@@ -196,7 +211,7 @@ class SessionMatch(Struct, frozen=True, gc=False):
     def shared(self) -> bytes:
         if not self.chains:
             return b""
-        return msgspec.msgpack.encode([(chain.hashes.tobytes(), chain.sizes.tobytes()) for chain in self.chains])
+        return _packed(self.chains)
 
     def picked(self, slot: int) -> SessionLearning:
         index = self.producer.index
@@ -277,6 +292,11 @@ def _reads_cache(prompt: Prompt) -> bool:
     """Whether the engine takes tokens from its cache; for log probabilities of the prompt it computes all."""
     fields = prompt.fields
     return fields is None or (fields.prompt_logprobs is ABSENT and fields.echo is ABSENT)
+
+
+def _packed(chains: Sequence[Chain]) -> bytes:
+    """Chains for another picker."""
+    return msgspec.msgpack.encode([(chain.hashes.tobytes(), chain.sizes.tobytes()) for chain in chains])
 
 
 def _adopted(hashes: bytes, sizes: bytes) -> Chain:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, OrderedDict
+from collections.abc import Iterator
 from enum import StrEnum
 from math import inf
 
@@ -203,6 +204,13 @@ class SessionIndex:
             self.release(claim)
         for claim in list(owner.kept.values()):
             self._drop(claim)
+
+    def export(self, slot: int) -> Iterator[Chain]:
+        """The chains that a slot is known to hold, the least recent first. The index may change meanwhile."""
+        owner = self._slots.get(slot)
+        for tip, claim in list(owner.kept.items()) if owner is not None else ():
+            if claim in self._recent:
+                yield tip.chain()
 
     def resize(self, *, capacity: float, max_positions: int, seconds: float) -> None:
         """Change the bounds; what is too much goes at once, except for what is too old."""

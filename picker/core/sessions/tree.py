@@ -6,6 +6,8 @@ from array import array
 from collections.abc import Iterator
 from math import inf
 
+from picker.core.sessions.chain import Chain
+
 
 class Cover:
     """The claims of one slot on what a node stands for, and when the last one was kept."""
@@ -68,6 +70,15 @@ class Node:
         while node.parent is not None:
             yield node
             node = node.parent
+
+    def chain(self) -> Chain:
+        """The chain that ends here."""
+        nodes = [*self.upwards()][::-1]
+        hashes, sizes = array("Q"), array("I")
+        for node in nodes:
+            hashes += node.hashes
+            sizes += node.sizes
+        return Chain(hashes, sizes, sum(node.size for node in nodes))
 
     def place(self) -> None:
         """Take the place below the parent."""

@@ -8,7 +8,7 @@ requests with it. Time is a parameter; messages go out through `flush`.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -258,10 +258,10 @@ class Replicas:
 
     def _apply(self, peer: _Peer, batch: Batch, now: float) -> None:
         peer.sequence = batch.sequence
-        picks = peer.picks
+        picks, producers = peer.picks, self._producers()
         for event in batch.events:
             if type(event) is Picked:
-                self._add(picks, event, now)
+                self._add(picks, event, producers, now)
             elif type(event) is Prefilled:
                 pick = picks.get(event.number)
                 if pick is not None:
@@ -271,14 +271,15 @@ class Replicas:
                 if pick is not None:
                     pick.end(self._director.table.slot_of(event.served), now, well=bool(event.served))
 
-    def _add(self, picks: dict[int, RemotePick | None], event: Picked, now: float) -> None:
+    def _add(
+        self, picks: dict[int, RemotePick | None], event: Picked, producers: Mapping[str, Producer], now: float
+    ) -> None:
         slot = self._director.table.slot_of(event.address)
         if event.number in picks or len(picks) >= MOST_PICKS:
             return
         if slot is None:
             picks[event.number] = None  # an endpoint that we do not know, yet or any more
             return
-        producers = self._producers()
         learnings = []
         for name, shared in event.shared:
             producer = producers.get(name)
@@ -293,8 +294,9 @@ class Replicas:
             return Heard.NOT_FOR_US
         peer.heard_at = now
         self._forget_picks(peer, now)
+        producers = self._producers()
         for pick in told.picks:
-            self._add(peer.picks, pick, now)
+            self._add(peer.picks, pick, producers, now)
         peer.sequence, peer.asked_at, peer.warm = told.sequence, None, False
         held, peer.held = peer.held, deque()
         for batch in held:

@@ -359,6 +359,35 @@ def test_what_another_picker_sent_is_visible_here():
     assert here.producer.index.held == 0
 
 
+def test_a_picker_that_starts_can_be_told_all_that_is_known_of_an_endpoint():
+    here, there = Fleet(), Fleet(cache_tokens=5000)
+    conversations = [[*PARENT, user(f"{n}" * (500 + 1000 * n))] for n in range(12)]
+    for n, messages in enumerate(conversations):
+        here.now += 1
+        here.serve(n % 2, messages=messages, usage=Usage(reply=b"r" * 100))
+    here.match(messages=[user("not sent yet")]).picked(0)
+    for slot in range(3):
+        for piece in here.producer.export(slot):
+            there.producer.adopt(slot, piece, 1.0).confirm(slot)
+    answered = [[*messages, assistant("r" * 100), user("?")] for messages in conversations]
+    assert there.matched(messages=answered[-1]) == here.matched(messages=answered[-1])
+    assert there.matched(messages=answered[-2]) == here.matched(messages=answered[-2])
+    # It had room for less, so what was used longest ago went first.
+    assert max(there.matched(messages=answered[0])) < 4200 < max(here.matched(messages=answered[0]))
+    assert there.fractions(messages=[user("not sent yet")]) == [0, 0, 0]
+    assert there.producer.index.held == 0
+
+
+def test_what_goes_while_it_is_told_is_left_out():
+    fleet = Fleet()
+    for n in range(30):
+        fleet.serve(1, messages=[user(f"{n:03}" * 100_000)])
+    pieces = fleet.producer.export(1)
+    next(pieces)
+    fleet.producer.forget(1)
+    assert list(pieces) == []
+
+
 def test_what_is_shared_is_small():
     assert len(Fleet().match(messages=[user("x" * 32_768)]).shared()) < 1_000
 

@@ -24,8 +24,9 @@ BAD = Finish(success=False, learned_on=LearnedOn.STREAM_END, status=500, served=
 class Fleet:
     """Pickers on one channel that a test may cut."""
 
-    def __init__(self, count, endpoints=3):
+    def __init__(self, count, endpoints=3, producer="prefix-cache"):
         self.now = 100.0
+        self.producer = producer
         self.endpoints = endpoints
         self.pickers = {}
         self.tickets = {}
@@ -35,7 +36,7 @@ class Fleet:
 
     def start(self, number, name=None):
         profile = PROFILES[ProfileName.TOKEN_COST]
-        spec = SchedulerSpec(profile.filters, profile.scorers, profile.args, profile.producers)
+        spec = SchedulerSpec(profile.filters, profile.scorers, profile.args, (self.producer,))
         scheduler, _ = build_scheduler(spec, None, lambda _model, _blocks: None)
         director = Director(
             scheduler, EndpointTable(), fallbacks=0, rng=random.Random(number), timer=lambda: int(self.now * 1e9)
@@ -76,7 +77,7 @@ class Fleet:
         decision = self.pickers[number].decide(
             Decide({":path": b"/v1/completions"}, body, BodyState.COMPLETE, None, None)
         )
-        return decision.matches["prefix-cache"].info.matched.tolist()
+        return decision.matches[self.producer].info.matched.tolist()
 
 
 def test_a_pick_of_one_is_a_pick_of_all():
@@ -88,9 +89,11 @@ def test_a_pick_of_one_is_a_pick_of_all():
     assert sum(fleet.load(1)[1]) == 10_000
     assert fleet.matched(1, text) == fleet.matched(0, text)
     assert fleet.matched(1, text)[decision.slot] == 79
-    # The others stay with it, and see when its prompt is computed, and when it is over.
-    assert fleet.send(1, text).slot == decision.slot
+    # The others see when its prompt is computed, stay with it, and see when it is over.
     fleet.tickets[0][0].prefilled(fleet.now, PrefillSignal.RESPONSE_BODY)
+    fleet.tick()
+    assert sum(fleet.load(1)[1]) == 0
+    assert fleet.send(1, text).slot == decision.slot
     fleet.tick()
     assert fleet.load(0) == fleet.load(2)
     assert sum(fleet.load(2)[1]) == pytest.approx(1)
@@ -126,8 +129,9 @@ def test_a_picker_that_dies_takes_its_requests_with_it_within_a_second_and_one_t
     assert fleet.load(2) == ([0, 0, 0], [0, 0, 0])
 
 
-def test_a_newcomer_knows_what_the_others_know():
-    fleet = Fleet(2)
+@pytest.mark.parametrize("producer", ["prefix-cache", "session-prefix-cache-producer"])
+def test_a_newcomer_knows_what_the_others_know(producer):
+    fleet = Fleet(2, producer=producer)
     texts = [f"{n:04}" * 2000 for n in range(20)]
     for number, text in enumerate(texts):
         fleet.send(number % 2, text)
