@@ -25,7 +25,7 @@ _LOAD_SCORERS = frozenset(
     for name, plugin in PLUGINS.items()
     if plugin.scorer
     and plugin.scorer(plugin.args()).producer is None
-    and name not in (_RANDOM, "no-hit-lru", "prefix-cache-scorer")
+    and name not in (_RANDOM, "no-hit-lru", "prefix-cache-scorer", "lora-affinity")
 )
 
 

@@ -16,7 +16,18 @@ from msgspec import Struct
 from picker.core.arrays import Flags, Floats, Integers, Slots
 from picker.core.endpoint_health import EndpointHealth
 
-__all__ = ["Endpoint", "EndpointTable", "EngineMetrics", "Flags", "Floats", "Integers", "KvEvents", "Slots", "slots_of"]
+__all__ = [
+    "Adapters",
+    "Endpoint",
+    "EndpointTable",
+    "EngineMetrics",
+    "Flags",
+    "Floats",
+    "Integers",
+    "KvEvents",
+    "Slots",
+    "slots_of",
+]
 
 
 class KvEvents(Struct, frozen=True, rename="camel"):
@@ -76,13 +87,21 @@ _UNKNOWN_AT_FIRST = (
 )
 
 
+class Adapters(Struct, frozen=True):
+    """LoRA adapters that an engine has loaded for running requests, those that requests wait for, and its slots for them."""
+
+    running: frozenset[str] = frozenset()
+    waiting: frozenset[str] = frozenset()
+    most: int = 0
+
+
 class EngineMetrics(Struct, frozen=True):
     """What one scrape of an engine said; None where it said nothing.
 
     `waiting` and `running` are requests, `kv_usage` is 0..1, `ttft` and `tpot` are the mean seconds to the first
     and to each further token since the scrape before (0 when there was no traffic yet), `models` are the names the
     engine serves, adapters included, `bases` those of its base model, `started_at` is when its process started, in
-    Unix seconds, and `cache_tokens` how many tokens its KV cache has room for.
+    Unix seconds, `cache_tokens` how many tokens its KV cache has room for, and `adapters` what it does with LoRA adapters.
     """
 
     waiting: float | None = None
@@ -94,6 +113,7 @@ class EngineMetrics(Struct, frozen=True):
     bases: tuple[str, ...] | None = None
     started_at: float | None = None
     cache_tokens: float | None = None
+    adapters: Adapters | None = None
 
 
 class EndpointTable:
@@ -112,6 +132,7 @@ class EndpointTable:
         self.generation: list[int] = []
         self.models: list[frozenset[str] | None] = []
         self.bases: list[tuple[str, ...] | None] = []
+        self.adapters: list[Adapters | None] = []
         self.started_at: list[float | None] = []
         self.in_flight: Integers = np.zeros(0, np.int64)
         self.unanswered: Integers = np.zeros(0, np.int64)
@@ -210,6 +231,7 @@ class EndpointTable:
             self.models[slot] = metrics.models
             self.bases[slot] = metrics.bases
         self.started_at[slot] = metrics.started_at
+        self.adapters[slot] = metrics.adapters
         if metrics.cache_tokens:
             self.cache_tokens[slot] = min(metrics.cache_tokens, _SENSELESS)
         self.observed_at[slot] = now
@@ -221,6 +243,8 @@ class EndpointTable:
         stale = self.slots[now - self.observed_at[self.slots] > self.stale_seconds]
         for array in (self.waiting, self.running, self.kv_usage, self.ttft, self.tpot):
             array[stale] = np.nan
+        for slot in stale.tolist():
+            self.adapters[slot] = None
         return len(stale)
 
     def _add(self, endpoint: Endpoint) -> int:
@@ -230,6 +254,7 @@ class EndpointTable:
             self.generation.append(0)
             self.models.append(None)
             self.bases.append(None)
+            self.adapters.append(None)
             self.started_at.append(None)
             self._grow(slot + 1)
         self.endpoints[slot] = endpoint
@@ -246,7 +271,7 @@ class EndpointTable:
         self.generation[slot] += 1
 
     def _clear(self, slot: int) -> None:
-        self.models[slot] = self.bases[slot] = self.started_at[slot] = None
+        self.models[slot] = self.bases[slot] = self.started_at[slot] = self.adapters[slot] = None
         self.in_flight[slot] = self.in_flight_seen[slot] = self.unanswered[slot] = 0
         self.queued_tokens[slot] = 0.0
         self.health.clear(slot)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from msgspec import Struct
 
-from picker.core.endpoints import EngineMetrics
+from picker.core.endpoints import Adapters, EngineMetrics
 
 
 class MetricNames(Struct, frozen=True):
@@ -42,6 +42,8 @@ NAMES: Mapping[str, MetricNames] = {
 }
 
 _STARTED = (b"process_start_time_seconds",)
+_ADAPTERS = b"\nvllm:lora_requests_info{"
+_LABEL = re.compile(rb'([a-z_]+)="([^"]*)"')
 _CACHE_CONFIG = b"\nvllm:cache_config_info{"
 _CACHE_TOKENS = re.compile(rb'[{,]kv_cache_size_tokens="([0-9]{1,12})"')
 _BLOCK_SIZE = re.compile(rb'[{,]block_size="([0-9]{1,9})"')
@@ -77,6 +79,7 @@ class PageReader:
             tpot=self._tpot.mean,
             started_at=started,
             cache_tokens=_cache_tokens(page),
+            adapters=_adapters(page),
         )
         return metrics, restarted
 
@@ -105,6 +108,35 @@ class _Mean:
             self.mean = 0.0
         self._sum, self._count = total, count
         return fell
+
+
+def _adapters(page: bytes) -> Adapters | None:
+    """What the latest of vLLM's series on adapters says: a change of them makes a new one, with its time as the value."""
+    found: Adapters | None = None
+    latest = -1.0
+    start = 0
+    while (start := page.find(_ADAPTERS, start)) >= 0:
+        end = page.find(b"\n", start + 1)
+        labels, _, value = page[start : end if end >= 0 else len(page)].rpartition(b"} ")
+        start += len(_ADAPTERS)
+        try:
+            time = float(value.split()[0])
+        except (ValueError, IndexError):
+            continue
+        if time > latest:
+            latest = time
+            said = dict(_LABEL.findall(labels))
+            most = said.get(b"max_lora", b"")
+            found = Adapters(
+                _listed(said.get(b"running_lora_adapters", b"")),
+                _listed(said.get(b"waiting_lora_adapters", b"")),
+                int(most) if most.isdigit() and len(most) < 7 else 0,
+            )
+    return found
+
+
+def _listed(names: bytes) -> frozenset[str]:
+    return frozenset(name.strip().decode("utf-8", "replace") for name in names[:65_536].split(b",") if name.strip())
 
 
 def _cache_tokens(page: bytes) -> float | None:

@@ -71,6 +71,8 @@ def rate(name: str, fleet) -> np.ndarray:
     candidates = Candidates(table, table.slots, table.mask, work, costs)
     info = MatchInfo(matched, TOTAL, "blocks", 16.0, TOTAL * 16.0)
     scores = plugin.scorer(plugin.args()).score(ASKING, candidates, info, random.Random(1))
+    if scores is None:  # no opinion, which counts 0 for all
+        return np.zeros(size)
     assert scores.shape == (size,)
     return scores
 

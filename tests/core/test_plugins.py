@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from picker.core.endpoints import Endpoint, EndpointTable, EngineMetrics
+from picker.core.engine_page import PageReader
 from picker.core.plugins.args import NoArgs
 from picker.core.plugins.gpu_usage import GpuUsageScorer
 from picker.core.plugins.least_latency import LeastLatencyArgs, LeastLatencyScorer
 from picker.core.plugins.least_request import LeastRequestArgs, LeastRequestFilter, LeastRequestScorer
-from picker.core.plugins.lora_affinity import LoraAffinityFilter
+from picker.core.plugins.lora_affinity import LoraAffinityFilter, LoraAffinityScorer
 from picker.core.plugins.prefix_cache import PrefixScorer
 from picker.core.plugins.random_score import RandomScorer
 from picker.core.prompts import Prompt
@@ -356,3 +357,32 @@ def test_values_that_make_no_sense_are_unknown(value):
     table.observe(0, EngineMetrics(waiting=value, running=value, kv_usage=value, ttft=value, tpot=value), 0.0)
     for load in (table.waiting, table.running, table.kv_usage, table.ttft, table.tpot):
         assert np.isnan(load[0])
+
+
+ADAPTER_PAGE = b"""
+vllm:lora_requests_info{max_lora="2",running_lora_adapters="old",waiting_lora_adapters=""} 1.7e+09
+vllm:lora_requests_info{max_lora="%d",running_lora_adapters="%s",waiting_lora_adapters="%s"} 1.8e+09
+vllm:lora_requests_info{max_lora="9",running_lora_adapters="x",waiting_lora_adapters="x"} nonsense
+"""
+
+
+@pytest.mark.parametrize(
+    ("most", "running", "waiting", "score"),
+    [
+        (2, b"a,sql", b"", 100),
+        (4, b"a", b"b", 80),
+        (2, b"a,b", b"sql", 60),
+        (2, b"a,b", b"", 0),
+        (0, b"", b"", 0),
+    ],
+)
+def test_adapters_are_best_where_they_are_loaded(most, running, waiting, score):
+    metrics, _ = PageReader("vllm").read(ADAPTER_PAGE % (most, running, waiting))
+    candidates = flights((0, 0), (0, 0))
+    candidates.table.observe(0, metrics, 0.0)
+    request = Request("", "", Prompt("sql", (b"x",)))
+    scores = LoraAffinityScorer(NoArgs()).score(request, candidates, None, RNG)
+    assert scores.tolist() == [score, 0]
+    candidates.table.bases[1] = ("sql",)
+    assert LoraAffinityScorer(NoArgs()).score(request, candidates, None, RNG) is None
+    assert LoraAffinityScorer(NoArgs()).score(request, flights((0, 0)), None, RNG) is None

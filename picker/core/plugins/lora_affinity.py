@@ -1,12 +1,15 @@
-"""`lora-affinity`: send a request to endpoints that serve the model or adapter it names."""
+"""`lora-affinity`: send a request to endpoints that serve the model or adapter it names, best to one that has it loaded.
+
+Scores: as llm-d's `lora-affinity-scorer`.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
-from picker.core.endpoints import Flags
+from picker.core.endpoints import Adapters, Flags, Floats
 from picker.core.plugins.args import NoArgs
-from picker.core.scheduling.api import Candidates, Request
+from picker.core.scheduling.api import Candidates, MatchInfo, Request, Rng
 
 
 class LoraAffinityFilter:
@@ -32,3 +35,37 @@ class LoraAffinityFilter:
             if any(flags):
                 return None if all(flags) else np.array(flags, np.bool_)
         return None
+
+
+LOADED, ROOM, AWAITED, NO_ROOM = 100.0, 80.0, 60.0, 0.0
+
+
+class LoraAffinityScorer:
+    """Rates an endpoint by what its engine would have to do to run the adapter of the request.
+
+    100: it is loaded. 80: a slot is free. 60: requests wait for it already. 0: others have to make room for it. Without
+    an opinion when no engine says anything about adapters, and for the name of a base model.
+    """
+
+    name = "lora-affinity"
+    producer: str | None = None
+
+    def __init__(self, args: NoArgs) -> None: ...
+
+    def score(self, request: Request, candidates: Candidates, match: MatchInfo | None, rng: Rng) -> Floats | None:  # noqa: ARG002
+        model, table = request.prompt.model, candidates.table
+        slots = candidates.slots.tolist()
+        said = [table.adapters[slot] for slot in slots]
+        if not model or not any(said) or any(model in (table.bases[slot] or ()) for slot in slots):
+            return None
+        return np.array([_rate(adapters, model) for adapters in said])
+
+
+def _rate(adapters: Adapters | None, model: str) -> float:
+    if adapters is None:
+        return NO_ROOM
+    if model in adapters.running:
+        return LOADED
+    if len(adapters.running) + len(adapters.waiting) < adapters.most:
+        return ROOM
+    return AWAITED if model in adapters.waiting else NO_ROOM

@@ -20,7 +20,7 @@ from picker.core.plugins.kvcache_aware import KvCacheProducer
 from picker.core.plugins.least_latency import LeastLatencyArgs, LeastLatencyScorer
 from picker.core.plugins.least_request import LeastRequestArgs, LeastRequestFilter, LeastRequestScorer
 from picker.core.plugins.load_aware import LoadAwareArgs, LoadAwareScorer
-from picker.core.plugins.lora_affinity import LoraAffinityFilter
+from picker.core.plugins.lora_affinity import LoraAffinityFilter, LoraAffinityScorer
 from picker.core.plugins.no_hit_lru import NoHitLruArgs, NoHitLruScorer
 from picker.core.plugins.prefix_cache import PrefixCacheArgs, PrefixCacheProducer, PrefixScorer
 from picker.core.plugins.prefix_cache_affinity import PrefixCacheAffinityArgs, PrefixCacheAffinityFilter
@@ -56,7 +56,7 @@ PLUGINS: Mapping[str, Plugin] = {
     "least-latency": Plugin(LeastLatencyArgs, scorer=LeastLatencyScorer),
     "gpu-usage": Plugin(scorer=GpuUsageScorer),
     "random": Plugin(scorer=RandomScorer),
-    "lora-affinity": Plugin(filter=LoraAffinityFilter),
+    "lora-affinity": Plugin(filter=LoraAffinityFilter, scorer=LoraAffinityScorer),
     "prefix-cache": Plugin(
         PrefixCacheArgs,
         scorer=lambda _: PrefixScorer("prefix-cache", "prefix-cache"),
