@@ -304,10 +304,10 @@ def test_more_endpoints_become_fallbacks():
     assert translated(document).config.exchange.fallbacks == 3
 
 
-def test_an_adapter_is_a_matter_of_filtering():
+def test_adapters_by_whether_they_are_loaded():
     loaded = translated(f"{HEADER}plugins: [{{type: lora-affinity-scorer}}, {{type: queue-scorer}}]")
-    assert loaded.spec.filters == ("lora-affinity",)
-    assert scorers(loaded) == {"queue": 1}
+    assert loaded.spec.filters == ()
+    assert scorers(loaded) == {"lora-affinity": 1, "queue": 1}
 
 
 # What is different, and what is wrong

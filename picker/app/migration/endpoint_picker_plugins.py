@@ -86,9 +86,7 @@ PLUGINS: Mapping[str, Theirs] = {
         "no-hit-lru",
         parameters={"lruSize": Parameter("lruSize"), "prefixPluginName": Parameter(), "prefixPluginType": Parameter()},
     ),
-    "lora-affinity-scorer": Theirs(
-        Role.FILTER, "lora-affinity", "a filter here: a request goes only where its adapter is served"
-    ),
+    "lora-affinity-scorer": Theirs(Role.SCORER, "lora-affinity"),
     "prefix-cache-scorer": Theirs(Role.PREFIX),
     "precise-prefix-cache-scorer": Theirs(Role.PREFIX),
     "session-affinity-scorer": Theirs(Role.IGNORED, remark=_STICKY),
