@@ -100,7 +100,7 @@ def test_all_problems_are_said_at_once():
           pluginConfig: [{name: kvcache-awar, args: {}}, {name: random, args: {seed: 1}}, {args: {}}]
           plugins:
             Filter: {enabled: [least-requests, prefix-cache]}
-            Score: {enabled: [{name: lora-affinity, weight: 1}, {name: gpu-usage}, least-latency]}
+            Score: {enabled: [{name: endpoint-health, weight: 1}, {name: gpu-usage}, least-latency]}
     """)
     starts = [
         'auth.issuer: "x": would not be obeyed',
@@ -120,7 +120,7 @@ def test_all_problems_are_said_at_once():
         "scheduler.pluginConfig[2].name: is missing",
         'scheduler.plugins.Filter.enabled[0]: "least-requests": unknown plugin; did you mean "least-request"?',
         'scheduler.plugins.Filter.enabled[1]: "prefix-cache": is not a filter; enable it under Score',
-        'scheduler.plugins.Score.enabled[0].name: "lora-affinity": does not score; enable it under Filter',
+        'scheduler.plugins.Score.enabled[0].name: "endpoint-health": does not score; enable it under Filter',
         "scheduler.plugins.Score.enabled[1].weight: is missing",
         'scheduler.plugins.Score.enabled[2]: "least-latency": expected a mapping, got text',
     ]
