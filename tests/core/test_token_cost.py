@@ -25,10 +25,11 @@ loads = st.lists(
 
 
 def by_hand(u, q, n, pool):
-    """The formula in exact numbers, as the study prints it."""
+    """The formula in exact numbers, as the documentation prints it."""
     mean_n = Fraction(sum(other[2] for other in pool), len(pool))
     mean_q = Fraction(sum(other[1] for other in pool), len(pool))
-    return q + u * (1 + Fraction(2 * n) / (mean_n + 1) + mean_q / 8192) + 200 * n
+    backlog = mean_q * Fraction(n + 1, max(other[2] for other in pool) + 1)
+    return q + u * (1 + Fraction(2 * n) / (mean_n + 1) + backlog / 8192) + 200 * n
 
 
 @given(loads)
@@ -36,6 +37,15 @@ def test_costs_are_those_of_the_formula(pool):
     uncached, queued, in_flight = (np.array(column) for column in zip(*pool, strict=True))
     costs = TokenCost().costs(uncached.astype(float), queued.astype(float), in_flight)
     assert costs.tolist() == pytest.approx([float(by_hand(*one, pool)) for one in pool], rel=1e-9)
+
+
+@given(loads)
+def test_with_equal_numbers_of_requests_the_backlog_is_the_mean_of_the_queues(pool):
+    pool = [(u, q, pool[0][2]) for u, q, _ in pool]
+    uncached, queued, in_flight = (np.array(column, float) for column in zip(*pool, strict=True))
+    n = pool[0][2]
+    a8 = queued + uncached * (1 + 2 * n / (n + 1) + queued.mean() / 8192) + 200 * n
+    assert TokenCost().costs(uncached, queued, in_flight) == pytest.approx(a8, rel=1e-9)
 
 
 @given(loads, st.randoms())
@@ -127,6 +137,46 @@ def test_progress_takes_tokens_away_chunk_by_chunk_and_never_more_than_there_wer
     ticket.finish(GOOD)
     assert fleet.table.queued_tokens.sum() == 0
     assert fleet.table.in_flight.sum() == fleet.in_flight == 0
+
+
+@pytest.mark.parametrize("endpoints", [2, 4, 8])
+def test_a_burst_with_one_new_prefix_leaves_nobody_idle_and_is_not_computed_more_often_than_that_takes(endpoints):
+    """64 requests of 10,000 shared tokens and 100 of their own, at once, on idle endpoints."""
+    fleet, _ = director(endpoints)
+    prefix = "x" * 40_000
+    decisions = [route(fleet, f"{prefix}{number:04} {'y' * 400}")[0] for number in range(64)]
+    counts = [sum(decision.slot == slot for decision in decisions) for slot in range(endpoints)]
+    assert min(counts) > 0
+    assert max(counts) - min(counts) <= 1
+    computed = sum(decision.tokens for decision in decisions)
+    # Everyone computes the prefix once; the last block of it is counted with what follows.
+    assert computed <= 1.1 * (endpoints * 10_000 + 64 * 100)
+
+
+def test_two_requests_with_one_new_prefix_stay_together():
+    fleet, _ = director(8)
+    first, second = (route(fleet, "x" * 40_000 + tail)[0] for tail in ("a" * 400, "b" * 400))
+    assert first.slot == second.slot
+
+
+def test_an_endpoint_that_has_answered_may_generate_for_as_long_as_it_likes():
+    fleet, clock = director(3)
+    tickets = [route(fleet, f"{n}" * 400) for n in range(3)]
+    for _, ticket in tickets:
+        clock.now += 0.1
+        ticket.answered(200, clock.now)
+        ticket.prefilled(clock.now, PrefillSignal.RESPONSE_BODY)
+    clock.now += 1_000
+    assert len(fleet.decide(completion("z" * 400)).endpoints) == 3
+    # One that has not is suspect, and not before its work could have been done.
+    _, late = route(fleet, "late" * 400)
+    clock.now += 1.9
+    assert len(fleet.decide(completion("z" * 400)).endpoints) == 3
+    clock.now += 20
+    assert fleet.table.suspects(fleet.table.slots, clock.now).sum() == 1
+    late.answered(200, clock.now)
+    clock.now += 1
+    assert fleet.table.suspects(fleet.table.slots, clock.now) is None
 
 
 @given(st.lists(st.tuples(st.sampled_from("rpfexg"), st.integers(0, 40)), max_size=60))
