@@ -23,7 +23,7 @@ from picker.core.exchange.events import (
 )
 from picker.core.headers import DESTINATION, LB_METADATA
 from picker.io.extproc.context import Context, Observed, read_context
-from picker.io.extproc.wire import read, status_of, streamed_body
+from picker.io.extproc.wire import status_of, streamed_body
 
 _OVERWRITE = pb.HeaderValueOption.HeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
 
@@ -37,11 +37,7 @@ class UnknownMessageError(Exception):
 
 
 def decode(data: bytes) -> Event | Observed:
-    """Decode one ProcessingRequest. Raises MalformedMessageError or UnknownMessageError."""
-    return read(data) or _decode(data)
-
-
-def _decode(data: bytes) -> Event | Observed:
+    """Decode one ProcessingRequest; `wire.read` does so faster for most. Raises MalformedMessageError, UnknownMessageError."""
     try:
         message = pb.ProcessingRequest.FromString(data)
     except DecodeError as error:

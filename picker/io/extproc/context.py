@@ -17,7 +17,7 @@ from picker.core.headers import LB_METADATA, SERVED, SUBSET, SUBSET_METADATA
 _ATTRIBUTES: Final = "envoy.filters.http.ext_proc"
 _UPSTREAM_ADDRESS: Final = "upstream.address"
 _MODES: Final = {mode.value: mode for mode in BodyMode}
-_MOST_KEPT_BYTES: Final = 4096
+MOST_REMEMBERED: Final = 4096
 
 
 class Context(Record, frozen=True, gc=False):
@@ -41,14 +41,7 @@ def read_context(message: pb.ProcessingRequest) -> Context:
 
 
 def context_of(data: bytes) -> Context | None:
-    """Read the fields of a ProcessingRequest that follow what happened; None when there are others or no fields.
-
-    Few different ones come in great numbers, so those that are not long are remembered.
-    """
-    return _remembered(data) if len(data) <= _MOST_KEPT_BYTES else _context_of(data)
-
-
-def _context_of(data: bytes) -> Context | None:
+    """Read the fields of a ProcessingRequest that follow what happened; None when there are others or no fields."""
     try:
         message = pb.ProcessingRequest.FromString(data)
     except DecodeError:
@@ -56,7 +49,8 @@ def _context_of(data: bytes) -> Context | None:
     return None if message.WhichOneof("request") else read_context(message)
 
 
-_remembered = lru_cache(maxsize=1024)(_context_of)
+remembered_context = lru_cache(maxsize=1024)(context_of)
+"""The same for at most `MOST_REMEMBERED` bytes: few different ones come in great numbers."""
 
 
 def _protocol(message: pb.ProcessingRequest) -> ProtocolConfig | None:

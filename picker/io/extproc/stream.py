@@ -23,7 +23,7 @@ from picker.core.exchange.effects import (
     Report,
     StreamedBody,
 )
-from picker.core.exchange.events import BodyMode, RequestBody, ResponseBody, StreamEnded, TimerFired
+from picker.core.exchange.events import BodyMode, Event, RequestBody, ResponseBody, StreamEnded, TimerFired
 from picker.core.exchange.outcomes import Refused, Routed
 from picker.core.headers import FALLBACKS_WANTED
 from picker.core.scheduling.api import Request
@@ -36,6 +36,7 @@ from picker.io.extproc.context import Observed
 from picker.io.extproc.model_names import RestoredNames
 from picker.io.extproc.observer import Expected, ObserverStream
 from picker.io.extproc.usage_tap import UsageTap
+from picker.io.extproc.wire import read
 from picker.io.rpc import Call, Status
 
 if TYPE_CHECKING:
@@ -101,15 +102,8 @@ class ExtProcStream:
         service.open_streams += 1
 
     def message(self, data: bytes) -> None:
-        try:
-            event = decode(data)
-        except UnknownMessageError as error:
-            self._service.telemetry.anomaly(Anomaly.UNEXPECTED_MESSAGE, str(error))
-            return
-        except MalformedMessageError as error:
-            # Envoy waits for an answer to each message. None is possible to this one, so that it has to give up.
-            self._service.telemetry.anomaly(Anomaly.MALFORMED_MESSAGE, str(error))
-            self._call.finish(Status.INVALID_ARGUMENT, str(error))
+        event = read(data) or self._decode(data)
+        if event is None:
             return
         kind = type(event)
         if kind is RequestBody:
@@ -124,6 +118,18 @@ class ExtProcStream:
             effects = self._names.apply(effects, event, self._exchange.response_mode)
         if effects:
             self._run(effects)
+
+    def _decode(self, data: bytes) -> Event | Observed | None:
+        """Decode what is not as simple as most; None for what is no event."""
+        try:
+            return decode(data)
+        except UnknownMessageError as error:
+            self._service.telemetry.anomaly(Anomaly.UNEXPECTED_MESSAGE, str(error))
+        except MalformedMessageError as error:
+            # Envoy waits for an answer to each message. None is possible to this one, so that it has to give up.
+            self._service.telemetry.anomaly(Anomaly.MALFORMED_MESSAGE, str(error))
+            self._call.finish(Status.INVALID_ARGUMENT, str(error))
+        return None
 
     def half_closed(self) -> None:
         self._prepare_no_more()

@@ -12,7 +12,7 @@ from typing import Final
 
 from picker.core.exchange.effects import Side, StreamedBody
 from picker.core.exchange.events import Event, RequestBody, RequestHeaders, ResponseBody, ResponseHeaders
-from picker.io.extproc.context import Observed, context_of
+from picker.io.extproc.context import MOST_REMEMBERED, Observed, context_of, remembered_context
 from picker.io.extproc.header_fields import HeaderFields
 
 _REQUEST_HEADERS: Final = 0x12
@@ -44,7 +44,9 @@ def read(data: bytes) -> Event | Observed | None:
             else:
                 size += (high << 7) - _MORE
         end = start + size
-        if end > len(data) or (context := context_of(data[end:])) is None:
+        tail = data[end:]
+        context = remembered_context(tail) if len(tail) <= MOST_REMEMBERED else context_of(tail)
+        if context is None or end > len(data):
             return None
         at = until = start
         if size and data[start] == _CONTENT:
