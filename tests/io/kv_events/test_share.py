@@ -18,8 +18,9 @@ async def test_everything_is_read_and_in_order():
             seen.append(value)
         return value is not None
 
-    await share.read(read_one)
+    assert await share.read(read_one)
     assert seen == list(range(5000))
+    assert not await share.read(read_one)
 
 
 async def test_a_reader_that_never_ends_holds_up_nobody():
