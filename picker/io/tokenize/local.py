@@ -196,7 +196,9 @@ def _ends(tokenizer: Tokenizer) -> tuple[array[int], array[int]] | None:
     """What the tokenizer puts before and after every text when special tokens are wanted; None if it is not constant."""
     found = []
     for text in ("probe", "another probe, longer"):
-        bare, full = (tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids for special in (False, True))
+        bare, full = (
+            tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids for special in (False, True)
+        )
         starts = range(len(full) - len(bare) + 1)
         start = next((start for start in starts if full[start : start + len(bare)] == bare), None)
         if start is None:
