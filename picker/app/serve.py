@@ -201,6 +201,7 @@ class Picker:
         await self._sharing.stop()
         await self._admin.close(0.2)
         await self._http.cleanup()
+        self._hub.settle()
         logger.info("The picker is down", open_streams=self._service.open_streams)
 
     def _reload(self, loaded: Loaded) -> None:
