@@ -33,7 +33,8 @@ WATCHER_QUEUE = 64
 LOG_EVERY_SECONDS = 10.0
 """Least distance of two log lines about the same kind of trouble."""
 
-_MOST_WAITING = 128
+_MOST_WAITING = WATCHER_QUEUE // 2
+"""News that wait to be dealt with at one go; half of what a watcher that keeps up can take."""
 _MOST_WAITING_BYTES = 4 * 1024 * 1024
 """Of request bodies, whose prompts wait along with their decisions."""
 _MAX_TEXT = 256

@@ -219,3 +219,68 @@ def test_a_traceback_shows_no_values(
     written = capsys.readouterr().err
     assert "RuntimeError: cannot 19" in written
     assert SECRET not in written
+
+
+class Clock:
+    """An event loop's `call_later`, in the hands of a test."""
+
+    def __init__(self) -> None:
+        self.due: list[Callable[[], None]] = []
+
+    def later(self, act: Callable[[], None]) -> None:
+        self.due.append(act)
+
+    def tick(self) -> None:
+        due, self.due = self.due, []
+        for act in due:
+            act()
+
+
+def counted(stack) -> int:
+    return sum(stack.metrics.decisions.series.values())
+
+
+def test_news_wait_for_their_time_and_keep_their_order(make_stack) -> None:
+    clock = Clock()
+    stack = make_stack(later=clock.later)
+    stack.serve("hello")
+    stack.serve("hello")
+    assert counted(stack) == 0
+    clock.tick()
+    assert counted(stack) == 2
+    assert [record.number for record in stack.hub.recent] == [1, 2]
+    # The model got its label when its first request was over, which came before the second decision.
+    assert stack.metrics.decisions.series["routed", "m"] == 1
+    stack.serve("hello")
+    clock.tick()
+    assert counted(stack) == 3
+
+
+def test_whoever_looks_sees_all_there_is(make_stack) -> None:
+    stack = make_stack(later=lambda _: None)
+    stack.decide("hello")
+    assert len(stack.hub.recent) == 1
+    stack.decide("hello")
+    stack.hub.settle()
+    assert counted(stack) == 2
+
+
+async def test_a_new_watcher_sees_nothing_from_before(make_stack) -> None:
+    stack = make_stack(later=lambda _: None)
+    stack.decide("before")
+    with stack.hub.watch() as watcher:
+        stack.decide("after")
+        stack.hub.settle()
+        assert await take(watcher, 1) == [2]
+
+
+def test_few_news_wait_and_few_prompts(make_stack) -> None:
+    stack = make_stack(later=lambda _: None)
+    for _ in range(WATCHER_QUEUE):
+        stack.decide("hello")
+    assert counted(stack) >= WATCHER_QUEUE // 2
+    stack.hub.settle()
+    before = counted(stack)
+    for _ in range(5):
+        stack.decide("h" * 1_000_000)
+    assert counted(stack) == before + 5, "more than 4 MiB of prompts do not wait"
