@@ -71,6 +71,9 @@ class Endpoint(Struct, frozen=True):
 
 NOBODY = Endpoint(name="", address="")
 
+_RUNS_AT_LEAST = 8.0
+"""Requests that any engine runs at once."""
+
 _SENSELESS = 1e12
 """No load of an engine is this large; arithmetic with smaller values stays finite."""
 
@@ -171,6 +174,23 @@ class EndpointTable:
             known = self.waiting[self.waiting >= 0]
             self._most_waiting = float(known.max(initial=0.0))
         return self._most_waiting
+
+    def waiting_now(self, slots: Slots) -> Floats:
+        """How many requests each of these engines queues, NaN where that is unknown.
+
+        It is what the last scrape said, corrected by what we sent and what ended since: an engine that had a queue queues
+        what comes, and one that had none runs as many as it was ever seen to run.
+        """
+        waiting = self.waiting.take(slots)
+        since = self.in_flight.take(slots) - self.in_flight_seen.take(slots)
+        if not np.count_nonzero(since):
+            return waiting
+        room = np.fmax(self.most_running.take(slots), _RUNS_AT_LEAST) - self.running.take(slots)
+        room[waiting > 0] = 0.0
+        # An engine that does not say what it runs, nor queues, is taken to run what comes.
+        room[np.isnan(room)] = np.inf
+        corrected: Floats = np.maximum(waiting + since - np.maximum(room, 0.0), 0.0)
+        return corrected
 
     def suspects(self, slots: Slots, now: float) -> Flags | None:
         """Which of these endpoints should get no work, by what became of our requests; None when none is."""

@@ -13,7 +13,6 @@ from picker.core.endpoints import Endpoint, EndpointTable, EngineMetrics
 from picker.core.plugins.active_request import ActiveRequestArgs, ActiveRequestScorer
 from picker.core.plugins.args import NoArgs
 from picker.core.plugins.kv_cache_utilization import KvCacheUtilizationScorer
-from picker.core.plugins.load import waiting_now
 from picker.core.plugins.load_aware import LoadAwareArgs, LoadAwareScorer
 from picker.core.plugins.no_hit_lru import NoHitLruArgs, NoHitLruScorer
 from picker.core.plugins.prefix_cache_affinity import PrefixCacheAffinityArgs, PrefixCacheAffinityFilter
@@ -114,7 +113,7 @@ def test_a_queue_is_corrected_by_what_was_sent_and_ended_since_the_scrape(waitin
     table.in_flight[0] = 30
     table.observe(0, EngineMetrics(waiting=waiting, running=running), 0.0)
     table.in_flight[0] += sent
-    (now,) = waiting_now(everyone(table)).tolist()
+    (now,) = table.waiting_now(table.slots).tolist()
     assert np.isnan(now) if expected is None else now == expected
 
 
@@ -123,11 +122,11 @@ def test_an_engine_that_was_seen_to_run_many_is_taken_to_run_them_again():
     table.observe(0, EngineMetrics(waiting=0, running=40), 0.0)
     table.observe(0, EngineMetrics(waiting=0, running=4), 1.0)
     table.in_flight[0] += 36
-    assert waiting_now(everyone(table)).tolist() == [0]
+    assert table.waiting_now(table.slots).tolist() == [0]
     table.in_flight[0] += 5
-    assert waiting_now(everyone(table)).tolist() == [5]
+    assert table.waiting_now(table.slots).tolist() == [5]
     table.observe(0, EngineMetrics(waiting=0, running=45), 2.0)
-    assert waiting_now(everyone(table)).tolist() == [0]
+    assert table.waiting_now(table.slots).tolist() == [0]
 
 
 def test_a_burst_between_two_scrapes_does_not_pile_up():

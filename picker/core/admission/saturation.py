@@ -22,7 +22,7 @@ def saturation(table: EndpointTable, slots: Slots, settings: AdmissionSettings) 
     if not len(slots):
         return 0.0
     fullest = table.queued_tokens.take(slots) / settings.max_queued_tokens
-    np.fmax(fullest, table.waiting.take(slots) / settings.max_waiting_requests, out=fullest)
+    np.fmax(fullest, table.waiting_now(slots) / settings.max_waiting_requests, out=fullest)
     np.fmax(fullest, table.kv_usage.take(slots) / settings.max_kv_usage, out=fullest)
     return float(fullest.min())
 

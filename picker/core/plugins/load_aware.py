@@ -11,7 +11,7 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from picker.core.endpoints import Floats
-from picker.core.plugins.load import unknown_as_average, waiting_now
+from picker.core.plugins.load import unknown_as_average
 from picker.core.scheduling.api import Candidates, MatchInfo, Request, Rng
 
 _NO_QUEUE = 50.0
@@ -34,5 +34,5 @@ class LoadAwareScorer:
         self._threshold = float(args.threshold)
 
     def score(self, request: Request, candidates: Candidates, match: MatchInfo | None, rng: Rng) -> Floats:  # noqa: ARG002
-        full = np.minimum(waiting_now(candidates) / self._threshold, 1.0)
+        full = np.minimum(candidates.table.waiting_now(candidates.slots) / self._threshold, 1.0)
         return unknown_as_average(_NO_QUEUE * (1.0 - full), _NO_QUEUE / 2)

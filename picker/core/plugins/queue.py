@@ -9,7 +9,7 @@ import numpy as np
 
 from picker.core.endpoints import Floats
 from picker.core.plugins.args import NoArgs
-from picker.core.plugins.load import NEUTRAL, unknown_as_average, waiting_now
+from picker.core.plugins.load import NEUTRAL, unknown_as_average
 from picker.core.scheduling.api import Candidates, MatchInfo, Request, Rng
 
 
@@ -22,7 +22,7 @@ class QueueScorer:
     def __init__(self, args: NoArgs) -> None: ...
 
     def score(self, request: Request, candidates: Candidates, match: MatchInfo | None, rng: Rng) -> Floats:  # noqa: ARG002
-        waiting = waiting_now(candidates)
+        waiting = candidates.table.waiting_now(candidates.slots)
         longest, shortest = np.fmax.reduce(waiting), np.fmin.reduce(waiting)
         rated = 100.0 * ((longest - waiting) / (longest - shortest)) if longest > shortest else waiting * 0.0 + 100.0
         return unknown_as_average(rated, NEUTRAL)
