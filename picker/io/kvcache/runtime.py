@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -20,7 +20,7 @@ from picker.core.director import Director
 from picker.core.endpoints import slots_of
 from picker.core.exchange.effects import Decide
 from picker.core.kv_index.owners import OwnedPrefix
-from picker.core.plugins.kvcache_args import IndexMode, KvCacheArgs
+from picker.core.plugins.kvcache_args import IndexMode, KvCacheArgs, Way
 from picker.core.plugins.kvcache_aware import OWNERS, TOKENS, KvCacheProducer
 from picker.core.scheduling.api import Request
 from picker.core.tokens.prompt import EngineRequest, ModelNames, TokenPrompt, read_engine_request
@@ -60,6 +60,8 @@ class KvCacheRuntime:
         self.redis: RedisOwners | None = None
         self.sources: Sources
         self._share = LoopShare()
+        # Events wait for threads that tokenize, which need the interpreter as they do; others' answers take their time.
+        self._undisturbed = self._share.urgent if Way.LOCAL in args.ways else nullcontext
         # Only those who use a mode need its libraries.
         if args.index_mode is IndexMode.DIRECT:
             from picker.io.kvcache.direct import DirectSources  # noqa: PLC0415
@@ -126,7 +128,7 @@ class KvCacheRuntime:
         outcome = "ok"
         try:
             async with asyncio.timeout(seconds):
-                with self._share.urgent():
+                with self._undisturbed():
                     tokenized = await chain.tokenize(wanted)
                 if not tokenized.prompts:
                     outcome = "not_tokenized"
