@@ -26,6 +26,10 @@ endpoint, for none was told. It makes the request half moot: what is owed is ans
 a decision still pending ends in `Finish(success=False)` whatever the status. Informational responses (1xx) overtake
 nothing.
 
+A response body that Envoy would not send can be asked for, in the answer to the request headers and nowhere else, by
+naming all body modes anew. Envoy grants it where it is configured to, and never in full duplex; whether it did shows
+when a body comes, so that from then on either is right.
+
 An Envoy too old to state its modes (`protocol` is None) is told apart by evidence when configuration does not say
 (`assumed_request_body`): while the headers answer is withheld, only full duplex goes on sending. PROBING waits for that,
 for a short time, then takes the mode for BUFFERED. Evidence for the response half does not exist; it is taken to be full
