@@ -55,8 +55,9 @@ def test_one_hot_prefix_spreads() -> None:
     assert min(shares) > 0.5 / 8
 
 
-def test_a_burst_computes_no_more_than_its_times_need() -> None:
+def test_a_burst_leaves_nobody_idle_and_computes_no_more_than_its_times_need() -> None:
     done = run("burst", "token-cost", load=None)
+    assert done.idle_while_queued == 0.0
     reached = max(one.first - one.due for one in done.sent)
     computed = report.row(done, load=None, seed=5, profile="").computed_tokens
     for engines in range(1, 9):  # the fewest engines, each with an equal part, that are as fast
