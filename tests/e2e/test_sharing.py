@@ -26,11 +26,12 @@ def body(seed, tokens=1500, tail=""):
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def pair(redis_server, start_picker, start_envoy_here):
+async def pair(request, redis_server, start_picker, start_envoy_here):
     engines = [await start_engine(EngineSimConfig(name=f"engine-{n}", cost=StepCost(speed=20))) for n in range(3)]
     entries = [{"name": f"e{n}", "address": f"127.0.0.1:{engine.port}"} for n, engine in enumerate(engines)]
     config = {
         "endpoints": {"static": entries},
+        "scheduler": getattr(request, "param", {}),
         "sharing": {
             "enabled": True,
             "redis": {"address": f"127.0.0.1:{redis_server.port}"},
@@ -58,21 +59,37 @@ async def peers(picker, count):
     await until(found)
 
 
-async def healthy(envoys):
+async def healthy(pickers, envoys):
     """Wait until every Envoy asks its picker: one that starts is not ready before it knows what the other knows."""
 
     async def all_are():
+        # An Envoy may not have noticed yet that its picker was away.
+        for picker in pickers:
+            if (await picker.get("/health"))["status"] != "ok":
+                return False
         stats = [await envoy.stats("cluster.picker.membership_healthy") for envoy in envoys]
         return all(one["cluster.picker.membership_healthy"] == 1 for one in stats)
 
     await until(all_are)
 
 
+BY_SESSION = {
+    "pluginConfig": [
+        {"name": "prefix-cache-scorer", "args": {"prefixMatchInfoProducerName": "session-prefix-cache-producer"}}
+    ],
+    "plugins": {
+        "Filter": {"enabled": []},
+        "Score": {"enabled": [{"name": "least-request", "weight": 1}, {"name": "prefix-cache-scorer", "weight": 3}]},
+    },
+}
+
+
+@pytest.mark.parametrize("pair", [{}, BY_SESSION], ids=["default", "by session"], indirect=True)
 async def test_what_one_has_sent_the_other_knows_and_so_does_one_that_was_killed(pair):
     _, pickers, envoys = pair
     for picker in pickers:
         await peers(picker, 1)
-    await healthy(envoys)
+    await healthy(pickers, envoys)
     homes = {}
     for number in range(9):
         answer = await send(envoys[number % 2].port, body(number), path="/v1/completions")
@@ -92,7 +109,7 @@ async def test_what_one_has_sent_the_other_knows_and_so_does_one_that_was_killed
     await pickers[0].stop(signal.SIGKILL)
     await pickers[0].start()
     await peers(pickers[0], 1)
-    await healthy(envoys)
+    await healthy(pickers, envoys)
     await hits(envoys[0])
     for picker in pickers:
         metrics = await picker.settled()
@@ -105,7 +122,7 @@ async def test_each_goes_on_alone_while_redis_is_away_and_they_agree_when_it_is_
     _, pickers, envoys = pair
     for picker in pickers:
         await peers(picker, 1)
-    await healthy(envoys)
+    await healthy(pickers, envoys)
     redis_server.kill()
     homes = {}
     for number in range(20, 26):

@@ -66,12 +66,12 @@ class OnItsWay(Struct, frozen=True, array_like=True, tag=3, gc=False):
 
 
 class Known(Struct, frozen=True, array_like=True, tag=4, gc=False):
-    """Prompts that an endpoint holds, as a producer of another picker knows them."""
+    """Prompts that an endpoint holds, as a producer of another picker knows them. The last one names no producer."""
 
     sender: _Id
     to: _Id
-    producer: Annotated[str, Meta(max_length=64)]
-    address: _Address
+    producer: Annotated[str, Meta(max_length=64)] = ""
+    address: _Address = ""
     shared: bytes = b""
 
 

@@ -8,7 +8,7 @@ requests with it. Time is a parameter; messages go out through `flush`.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -93,7 +93,7 @@ class _Peer:
     asked_at: float | None = None
     """While an answer is missing."""
     warm: bool = False
-    """Whether that answer is to have all it knows of prompts."""
+    """Whether it is to tell all that it knows of prompts, and has not yet."""
     held: deque[Batch] = field(default_factory=deque)
 
 
@@ -105,6 +105,8 @@ class Replicas:
         self.heard: Counter[Heard] = Counter()
         self.gaps = 0
         self.dropped = 0
+        self.wake: Callable[[], None] = lambda: None
+        """Called when there is something to tell, so that `flush` need not be called all the time."""
         self._director = director
         self._peers: dict[str, _Peer] = {}
         self._events: list[Event] = []
@@ -123,8 +125,8 @@ class Replicas:
 
     @property
     def settled(self) -> bool:
-        """Whether no other picker owes us an answer."""
-        return all(peer.asked_at is None for peer in self._peers.values())
+        """Whether no other picker owes us an answer, or what it knows of prompts."""
+        return all(peer.asked_at is None and not peer.warm for peer in self._peers.values())
 
     @property
     def remote_requests(self) -> int:
@@ -160,9 +162,16 @@ class Replicas:
             self.dropped += len(self._events)
             self._events.clear()
             self._sequence += 1
+        if not self._events:
+            self.wake()
         self._events.append(event)
 
     # What goes out
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is something to tell, but for being alive."""
+        return bool(self._events or self._messages or self._known)
 
     def flush(self, now: float) -> list[bytes]:
         """The messages that are due."""
@@ -297,7 +306,7 @@ class Replicas:
         producers = self._producers()
         for pick in told.picks:
             self._add(peer.picks, pick, producers, now)
-        peer.sequence, peer.asked_at, peer.warm = told.sequence, None, False
+        peer.sequence, peer.asked_at = told.sequence, None
         held, peer.held = peer.held, deque()
         for batch in held:
             self._take_batch(batch, now)
@@ -312,6 +321,7 @@ class Replicas:
         self._messages.append(OnItsWay(self.name, self._sequence, tuple(self._open.values())))
         if ask.warm:
             self._known.append(self._all_known(ask.sender))
+        self.wake()
 
     def _all_known(self, to: str) -> Iterator[Known]:
         table = self._director.table
@@ -322,8 +332,13 @@ class Replicas:
             for slot in table.slots.tolist():
                 for shared in export(slot):
                     yield Known(self.name, to, name, table.endpoints[slot].address, shared)
+        yield Known(self.name, to)
 
     def _learn(self, known: Known, now: float) -> None:
+        if not known.producer:
+            if (peer := self._peers.get(known.sender)) is not None:
+                peer.warm = False
+            return
         producer = self._producers().get(known.producer)
         slot = self._director.table.slot_of(known.address)
         if producer is not None and slot is not None:
@@ -334,6 +349,7 @@ class Replicas:
     def _ask(self, name: str, peer: _Peer, now: float) -> None:
         peer.asked_at = now
         self._messages.append(Ask(self.name, name, peer.warm))
+        self.wake()
 
     def _drop(self, name: str, now: float) -> None:
         peer = self._peers.pop(name, None)

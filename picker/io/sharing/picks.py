@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 import structlog
 
 from picker.core.director import Director
-from picker.core.sharing.replicas import Replicas
+from picker.core.sharing.replicas import ALIVE_SECONDS, Replicas
 from picker.io.kv_index.backoff import Backoff
 from picker.io.kv_index.redis_connection import RedisConnection, RedisSettings, RedisUnavailableError
 from picker.io.sharing.subscription import Subscription
@@ -52,8 +52,10 @@ class SharedPicks:
         self._batch_seconds = batch_seconds
         self._backoff = Backoff(0.1, 5.0, jitter)
         self._said = ""
-        self._unanswered: deque[asyncio.Future[list[object]]] = deque()
+        self._unanswered: set[asyncio.Future[list[object]]] = set()
         self._began = director.now()
+        self._woken = asyncio.Event()
+        self.replicas.wake = self._woken.set
 
     @property
     def warm(self) -> bool:
@@ -98,8 +100,9 @@ class SharedPicks:
         logger.info("Picks are shared", channel=self._channel, name=self.replicas.name)
         try:
             while not (subscription.closed.is_set() or publisher.closed.is_set()):
-                await asyncio.sleep(self._batch_seconds)
                 self._publish(publisher)
+                await asyncio.sleep(self._batch_seconds)
+                await self._until_pending()
         except asyncio.CancelledError:
             await self._say_goodbye(publisher)
             raise
@@ -109,21 +112,29 @@ class SharedPicks:
             self._unanswered.clear()
         raise RedisUnavailableError(f"Redis at {self._redis.host}:{self._redis.port}: the connection broke")
 
+    async def _until_pending(self) -> None:
+        """Wait for something to tell. So what comes after a pause is told at once, and what follows it in batches."""
+        self._woken.clear()
+        if not self.replicas.pending:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(ALIVE_SECONDS):
+                    await self._woken.wait()
+
     def _receive(self, data: bytes) -> None:
         self.replicas.receive(data, self._director.now())
 
     def _publish(self, publisher: RedisConnection) -> None:
-        unanswered = self._unanswered
-        while unanswered and unanswered[0].done():
-            self._answered(unanswered.popleft())
-        if len(unanswered) >= _MOST_UNANSWERED:
+        if len(self._unanswered) >= _MOST_UNANSWERED:
             return
         messages = self.replicas.flush(self._director.now())
         if messages:
             commands = [("PUBLISH", self._channel, message) for message in messages]
-            unanswered.append(asyncio.ensure_future(publisher.ask(commands)))
+            publication = asyncio.ensure_future(publisher.ask(commands))
+            self._unanswered.add(publication)
+            publication.add_done_callback(self._answered)
 
     def _answered(self, publication: asyncio.Future[list[object]]) -> None:
+        self._unanswered.discard(publication)
         if publication.cancelled() or publication.exception() is not None:
             return
         for reply in publication.result():
