@@ -35,6 +35,8 @@ QUIET_SECONDS = 0.12
 HASHES = "llm-d-xxh64"
 """What blocks are called in Redis; they cover cache salts and adapters, as Kthena's do not."""
 START_SECONDS = 180
+COMPILE_SECONDS = 300
+"""vLLM compiles what log probabilities need when they are first asked for, once for each installation."""
 JSON = [("content-type", "application/json")]
 
 
@@ -78,9 +80,15 @@ class Oracle:
     under: int = 0
 
     async def ask(self, session: aiohttp.ClientSession, body: bytes) -> Forecast:
-        async with session.post(f"{self.url}/v1/cache/predict", data=body) as answer:
-            assert answer.status == 200, (self.name, await answer.text())
-            found = await answer.json()
+        found: dict[str, Any] = {}
+
+        async def answered() -> bool:
+            async with session.post(f"{self.url}/v1/cache/predict", data=body) as answer:
+                assert answer.status in {200, 503}, (self.name, await answer.text())
+                found.update(await answer.json())
+                return answer.status == 200
+
+        await until(answered, 30)  # a busy engine may take longer for /tokenize than it has
         (pod,) = found["pod_affinities"]
         return Forecast(pod["cached_tokens"], found["total_prompt_tokens"], pod["complete"])
 
@@ -126,6 +134,7 @@ async def running_vllm(directory: Path) -> AsyncIterator[Vllm]:
 
     try:
         await until(healthy, START_SECONDS)
+        await ask_for_log_probabilities(engine)
         yield engine
     finally:
         # Its workers are processes of their own.
@@ -138,6 +147,14 @@ async def running_vllm(directory: Path) -> AsyncIterator[Vllm]:
         await process.wait()
 
 
+async def ask_for_log_probabilities(engine: Vllm) -> None:
+    """Of a prompt shorter than a block, so that the cache stays empty."""
+    body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 1, "logprobs": 1, "prompt_logprobs": 1}
+    timeout = aiohttp.ClientTimeout(COMPILE_SECONDS)
+    async with aiohttp.request("POST", f"{engine.url}/v1/completions", json=body, timeout=timeout) as answer:
+        assert answer.status == 200, await answer.text()
+
+
 def picker_for(engine: Vllm, endpoint: dict[str, Any], **args: Any) -> PickerProcess:
     entry = {"name": "vllm", "address": f"127.0.0.1:{engine.port}", **endpoint}
     scores = [{"name": "least-request", "weight": 1}, {"name": "kvcache-aware", "weight": 3}]
@@ -145,7 +162,8 @@ def picker_for(engine: Vllm, endpoint: dict[str, Any], **args: Any) -> PickerPro
         {
             "predict": {"listen": "127.0.0.1:0", "requestsPerSecond": 1000},
             "endpoints": {"static": [entry]},
-            "exchange": {"learnUsage": "from-body"},
+            # Everything shares a machine with the engine; how fast all this is, is not asked here.
+            "exchange": {"learnUsage": "from-body", "decisionSeconds": 5},
             "scheduler": {
                 "pluginConfig": [{"name": "kvcache-aware", "args": args}],
                 "plugins": {"Score": {"enabled": scores}},
