@@ -47,6 +47,10 @@ class Sharing(Protocol):
         """It is over; `served` is the address of the endpoint that holds its prompt now, None if it failed."""
 
 
+_END = PrefillSignal.END
+_FAILURES = HTTPStatus.INTERNAL_SERVER_ERROR.value
+
+
 class Load:
     """A request in flight and tokens to compute, on one endpoint; whoever sent them there."""
 
@@ -154,7 +158,7 @@ class Ticket(Load):
         if not self._alive:
             return
         health = self._table.health
-        if status is not None and status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        if status is not None and status >= _FAILURES:
             health.failed(self._slot)
             if status in _FROM_ENVOY:
                 return  # perhaps in place of an endpoint that is silent
@@ -166,14 +170,14 @@ class Ticket(Load):
         """The prompt is computed. The first signal counts, further ones do nothing."""
         if self._prefill is not None:
             self._prefill.prefilled(now, signal)
-            if signal is not PrefillSignal.END:
+            if signal is not _END:
                 self._end_prefill(success=True, now=now)
             return
         if not self._work:
             return
         director = self._director
         director.prefill_signals[signal] += 1
-        if signal is not PrefillSignal.END:
+        if signal is not _END:
             if self._number and director.sharing is not None:
                 director.sharing.prefilled(self._number)
             if self._alive:
@@ -208,7 +212,7 @@ class Ticket(Load):
 
     def _settle(self, finish: Finish, usage: Usage | None, now: float) -> None:
         director = self._director
-        self.prefilled(now, PrefillSignal.END)
+        self.prefilled(now, _END)
         self._end_prefill(success=finish.success, now=now)
         alive = self._alive
         self._leave(now, well=finish.success)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from itertools import groupby
 from operator import itemgetter
 
@@ -16,7 +17,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from picker.core.endpoints import Floats, slots_of
+from picker.core.endpoints import Floats, Integers, slots_of
 from picker.core.prefix_cache.hashing import block_hashes
 from picker.core.prefix_cache.index import Hold, PrefixIndex
 from picker.core.scheduling.api import Candidates, MatchInfo, Request, Rng, sample
@@ -100,12 +101,12 @@ class PrefixCacheProducer:
         by_slot = np.zeros(len(candidates.table.endpoints), np.int64)
         left = args.topKMatches
         for blocks, mask in groups[0] if len(groups) == 1 else _sums(groups):
-            slots = slots_of(mask)
-            if len(slots) > left:
-                by_slot[sample(slots.tolist(), left, rng)] = blocks
+            count = mask.bit_count()
+            if count > left:
+                by_slot[sample(slots_of(mask).tolist(), left, rng)] = blocks
                 break
-            by_slot[slots] = blocks
-            left -= len(slots)
+            by_slot[mask.bit_length() - 1 if count == 1 else slots_of(mask)] = blocks
+            left -= count
         ratio, size = request.bytes_per_token, args.blockSizeToHash
         info = MatchInfo(
             by_slot.take(candidates.slots),
@@ -204,6 +205,22 @@ class PrefixLearning(Struct, frozen=True, gc=False):
             self.match.prefixes.release(hold)
 
 
+_MOST_KNOWN = 1024
+"""Totals up to this have a table of their scores."""
+
+
+def _rate(matched: Integers, total: int) -> Floats:
+    scores: Floats = matched / total
+    scores *= 100.0
+    return np.trunc(scores, out=scores)
+
+
+@lru_cache(maxsize=_MOST_KNOWN)
+def _rates(total: int) -> Floats:
+    """The score of every number of units that can match."""
+    return _rate(np.arange(total + 1), total)
+
+
 class PrefixScorer:
     """Rates by the share of the prompt's blocks that match: `int(matched / total * 100)`."""
 
@@ -214,9 +231,9 @@ class PrefixScorer:
     def score(self, request: Request, candidates: Candidates, match: MatchInfo | None, rng: Rng) -> Floats | None:  # noqa: ARG002
         if match is None or not match.total:
             return None
-        scores: Floats = match.matched / match.total
-        scores *= 100.0
-        return np.trunc(scores, out=scores)
+        if match.total <= _MOST_KNOWN:
+            return _rates(match.total).take(match.matched)
+        return _rate(match.matched, match.total)
 
 
 def _sums(prompts: Sequence[Sequence[tuple[int, int]]]) -> Sequence[tuple[int, int]]:

@@ -12,8 +12,10 @@ from struct import Struct
 
 from xxhash import xxh64_intdigest
 
-_HEAD_BYTES = 2048
-"""Most prompts begin like others before them; the hashes of so many bytes are remembered."""
+_KEY_BYTES = 256
+_MOST_KNOWN = 1024
+_known: dict[tuple[str, int, bytes], tuple[bytes, list[int]]] = {}
+"""By how they begin, the prompts of late and their hashes: most prompts begin like one of them."""
 
 
 @lru_cache(maxsize=256)
@@ -27,17 +29,29 @@ def block_hashes(model: str, text: bytes, block_size: int, max_blocks: int) -> l
     blocks = _splitter(block_size, whole).unpack_from(text)
     if whole < max_blocks and (rest := text[whole * block_size :]):
         blocks = (*blocks, rest)
-    known = _HEAD_BYTES // block_size
-    if not 0 < known <= whole:
-        return _chain(xxh64_intdigest(model.encode()), blocks)
-    head = _head(model, text[: known * block_size], known, block_size)
-    return head + _chain(head[-1], blocks[known:])
+    key = (model, block_size, text[:_KEY_BYTES])
+    known = _known.pop(key, None)
+    head: list[int] = []
+    if known is not None:
+        head = known[1][: _common(text, known[0], block_size, min(whole, len(known[1])))]
+    hashes = head + _chain(head[-1] if head else xxh64_intdigest(model.encode()), blocks[len(head) :])
+    _known[key] = (text[: whole * block_size], hashes)
+    if len(_known) > _MOST_KNOWN:
+        del _known[next(iter(_known))]
+    return hashes
+
+
+def _common(text: bytes, other: bytes, size: int, most: int) -> int:
+    """How many leading blocks are equal."""
+    same = 0
+    while same < most:
+        middle = (same + most + 1) // 2
+        if text[same * size : middle * size] == other[same * size : middle * size]:
+            same = middle
+        else:
+            most = middle - 1
+    return same
 
 
 def _chain(previous: int, blocks: Iterable[bytes]) -> list[int]:
     return [previous := xxh64_intdigest(b"%d%b" % (previous, block)) for block in blocks]
-
-
-@lru_cache(maxsize=1024)
-def _head(model: str, text: bytes, blocks: int, block_size: int) -> list[int]:
-    return _chain(xxh64_intdigest(model.encode()), _splitter(block_size, blocks).unpack(text))

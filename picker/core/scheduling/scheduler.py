@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol, cast
+from math import inf
+from typing import Final, NamedTuple, Protocol, cast
 
 import numpy as np
 
@@ -69,6 +70,10 @@ class Disaggregation(Protocol):
     def decide(self, scheduler: Scheduler, asked: Asked, candidates: Candidates) -> Decision: ...
 
 
+_ROUTED: Final = Reason.ROUTED
+"""Looked up once: members of enumerations take longer than a call in Python 3.11."""
+
+
 class Scheduler:
     """Filters, producers and weighted scorers, in the order they run. Replaced whole when the configuration changes."""
 
@@ -114,13 +119,13 @@ class Scheduler:
         """
         began = timer()
         candidates = Candidates(table, table.slots, table.mask)
-        reason = Reason.ROUTED if len(table.slots) else Reason.NO_ENDPOINTS
-        if subset is not None and reason is Reason.ROUTED:
+        reason = _ROUTED if len(table.slots) else Reason.NO_ENDPOINTS
+        if subset is not None and reason is _ROUTED:
             candidates = narrow(candidates, _in_subset(candidates, subset))
             if not len(candidates.slots):
                 reason = Reason.NONE_IN_SUBSET
         asked = Asked(request, reason, began, fallbacks, rng, timer, pinned)
-        if self.disaggregation is not None and reason is Reason.ROUTED:
+        if self.disaggregation is not None and reason is _ROUTED:
             return self.disaggregation.decide(self, asked, candidates)
         return self.choose(asked, candidates)
 
@@ -138,7 +143,7 @@ class Scheduler:
         request, reason, began, fallbacks, rng, timer, pinned = asked
         table = candidates.table
         ran: list[tuple[str, int]] = []
-        if reason is Reason.ROUTED:
+        if reason is _ROUTED:
             for plugin in self.filters:
                 keep = plugin.keep(request, candidates)
                 if keep is not None:
@@ -154,7 +159,7 @@ class Scheduler:
         work: Work | None = None
         queued = rates = costs = _NOTHING
         first: First | None = None
-        if reason is Reason.ROUTED:
+        if reason is _ROUTED:
             matched = self.match(request, candidates, rng) if matched is None else matched
             for late in self._late_filters:
                 keep = late.keep_matched(request, candidates, matched.best(candidates, late.producer), rng)
@@ -169,7 +174,7 @@ class Scheduler:
             done_matching = timer()
         slots = candidates.slots
         in_flight: Integers = table.in_flight.take(slots)
-        if reason is Reason.ROUTED:
+        if reason is _ROUTED:
             if work is not None:
                 if self._costing is not None:
                     costs = self._costing.costs(work.uncached, queued, in_flight)
@@ -248,21 +253,24 @@ def _ahead(order: tuple[int, ...], slots: Slots, slot: int) -> tuple[int, ...]:
 
 def pick(totals: Floats, in_flight: Integers, count: int, rng: Rng) -> tuple[int, ...]:
     """The positions of the `count` best: highest total, then fewest in flight, then by chance."""
-    left = totals.copy()
+    left = totals.tolist()
     chosen: list[int] = []
     missing = min(count, len(left))
     while missing > 0:
-        best = (left == left.item(left.argmax())).nonzero()[0]
-        if len(best) > 1:
-            flights = in_flight[best]
-            best = best[flights == flights.item(flights.argmin())]
-        equal = best.tolist()
-        if len(equal) > 1:
-            equal = sample(equal, min(missing, len(equal)), rng)
+        most = max(left)
+        if left.count(most) == 1:
+            best = [left.index(most)]
+        else:
+            best = [position for position, total in enumerate(left) if total == most]
+            flights = in_flight.take(best).tolist()
+            fewest = min(flights)
+            best = [position for position, flight in zip(best, flights, strict=True) if flight == fewest]
+        equal = best if len(best) == 1 else sample(best.copy(), min(missing, len(best)), rng)
         chosen += equal
         missing -= len(equal)
         if missing:
-            left[best] = -np.inf
+            for position in best:
+                left[position] = -inf
     return tuple(chosen)
 
 
