@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from picker.core.prefix_cache.hashing import block_hashes
+from picker.core.prefix_cache.hashing import BlockHasher, block_hashes
 
 CHATML = b"<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nWhat is Kthena?<|im_end|>\n"
 
@@ -100,3 +100,23 @@ def test_a_longer_prompt_continues_the_chain(text, size, most):
     for blocks in range(1, len(hashes)):
         assert block_hashes("m", text[: blocks * size], size, most) == hashes[:blocks]
     assert all(0 <= digest < 2**64 for digest in hashes)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["m", "n"]), st.integers(0, 6), st.binary(max_size=40)), max_size=30),
+    st.integers(1, 20),
+)
+def test_what_is_remembered_never_changes_a_hash(prompts, block_size):
+    hasher = BlockHasher()
+    for model, repeats, tail in prompts:
+        text = b"the same beginning of all of these prompts, which is longer than the key " * repeats * 2 + tail
+        assert hasher.hashes(model, text, block_size, 64) == block_hashes(model, text, block_size, 64)
+
+
+def test_what_is_remembered_is_bounded():
+    hasher = BlockHasher()
+    for number in range(3000):
+        hasher.hashes("m", f"{number:05}".encode() * 10_000, 512, 100_000)
+    assert hasher.remembered <= 16 * 1024 * 1024
+    assert len(hasher.hashes("m", b"x" * 3_000_000, 512, 100_000)) == -(-3_000_000 // 512)
+    assert hasher.remembered <= 16 * 1024 * 1024

@@ -18,7 +18,7 @@ import numpy as np
 from msgspec import Struct
 
 from picker.core.endpoints import Floats, Integers, slots_of
-from picker.core.prefix_cache.hashing import block_hashes
+from picker.core.prefix_cache.hashing import BlockHasher
 from picker.core.prefix_cache.index import Hold, PrefixIndex
 from picker.core.scheduling.api import Candidates, MatchInfo, Request, Rng, sample
 from picker.core.usage import Usage
@@ -75,6 +75,7 @@ class PrefixCacheProducer:
     def __init__(self, args: PrefixCacheArgs, on_evict: Callable[[str, int], None]) -> None:
         self._args = args.effective()
         self._on_evict = on_evict
+        self._hasher = BlockHasher()
         self.index = PrefixIndex(self._args.maxHashCacheSize, on_evict)
 
     def reconfigure(self, args: PrefixCacheArgs) -> bool:
@@ -95,7 +96,8 @@ class PrefixCacheProducer:
         if not prompt.texts:
             return None
         chains = [
-            block_hashes(prompt.model, text, args.blockSizeToHash, args.maxBlocksToMatch) for text in prompt.texts
+            self._hasher.hashes(prompt.model, text, args.blockSizeToHash, args.maxBlocksToMatch)
+            for text in prompt.texts
         ]
         groups = [self.index.match(chain, candidates.mask) for chain in chains]
         by_slot = np.zeros(len(candidates.table.endpoints), np.int64)
