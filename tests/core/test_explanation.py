@@ -47,10 +47,10 @@ def test_by_cost(table):
     holds(scheduler, table, 1, PROMPT[:2048])
     table.in_flight[:3] = [4, 1, 4]
     table.queued_tokens[:3] = [2048, 2048, 2048]
-    # By hand, with 3 in flight on average and 2,048 queued everywhere: beta 2048 + 512 (1 + 2/4 + 1/4) + 200 = 3,144,
+    # By hand, with 3 in flight on average and 2,048 queued everywhere: beta 2048 + 512 (1 + 2/4 + 1/4 * 2/5) + 200 = 3,067,
     # alpha 2048 + 1024 (1 + 8/4 + 1/4) + 800 = 6,176.
     assert why(decide(scheduler, table)) == (
-        "beta costs 3,144 tokens: it lacks 512 of the prompt's 1,024, and has 2,048 queued and 1 request in flight. "
+        "beta costs 3,067 tokens: it lacks 512 of the prompt's 1,024, and has 2,048 queued and 1 request in flight. "
         "The next best is alpha, with 6,176."
     )
 

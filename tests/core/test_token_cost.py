@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+import statistics
 from fractions import Fraction
 
 import numpy as np
@@ -66,6 +68,18 @@ def test_more_load_never_makes_an_endpoint_cheaper_and_more_cached_never_dearer(
     more[which][at] += data.draw(st.integers(1, 10_000))
     before, after = TokenCost().costs(*columns)[at], TokenCost().costs(*more)[at]
     assert after > before or after == pytest.approx(before, rel=1e-9)
+
+
+@given(st.lists(st.one_of(st.just(math.nan), st.floats(1, 1e6)), min_size=1, max_size=12))
+def test_only_the_slow_cost_more_and_at_most_four_times(rates):
+    slowness = TokenCost().slowness(np.array(rates))
+    known = [rate for rate in rates if not math.isnan(rate)]
+    if not known or min(known) >= 0.8 * statistics.median_high(known):
+        assert slowness is None
+        return
+    usual = 0.8 * statistics.median_high(known)
+    expected = [1.0 if math.isnan(rate) else min(max(usual / rate, 1.0), 4.0) for rate in rates]
+    assert slowness.tolist() == pytest.approx(expected)
 
 
 # --- What is counted ----------------------------------------------------------------------------------------------
@@ -216,6 +230,24 @@ def test_tokens_of_a_text_are_learnt_from_what_engines_report():
         ticket.finish(GOOD, Usage(prompt_tokens=1000))
     assert fleet.decide(completion(text)).work.prompt == pytest.approx(1000)
     assert decision.work.prompt == pytest.approx(1000)
+
+
+def test_an_endpoint_that_was_slow_gets_fewer_requests_and_the_reason_says_so():
+    fleet, clock = director(2)
+    seconds = (1.0, 0.25)
+    for decision, ticket in [route(fleet, f"{number}" * 4096) for number in range(2)]:
+        ticket.prefilled(clock.now + seconds[decision.slot], PrefillSignal.RESPONSE_BODY)
+        ticket.finish(GOOD)
+    assert fleet.table.prefill_rate[fleet.table.slots].tolist() == pytest.approx([1024, 4096])
+    decision, _ = route(fleet, "n" * 4096)
+    assert decision.slot == 1
+    assert decision.costs.tolist() == pytest.approx([3.2 * 1024, 1024])
+    endpoints = {endpoint["name"]: endpoint for endpoint in decision.view()["endpoints"]}
+    assert endpoints["p0"]["cost_milliseconds"] == pytest.approx(1000)
+    assert endpoints["p1"]["cost_milliseconds"] == pytest.approx(250)
+    assert decision.view()["why"].endswith(
+        "The next best is p0, with 3,277, 3.2 times as many because it is slower than others."
+    )
 
 
 def test_what_is_no_prompt_costs_by_its_length():

@@ -1,17 +1,21 @@
 """`token-cost`: what sending this prompt to an endpoint costs, in tokens of prefill; the default policy.
 
-    cost = queued + uncached * (1 + 2 * in_flight / (mean in_flight + 1) + backlog / 8192) + 200 * in_flight
+    cost = (queued + uncached * (1 + 2 * in_flight / (mean in_flight + 1) + backlog / 8192) + 200 * in_flight) * slowness
     backlog = mean queued * (in_flight + 1) / (max in_flight + 1)
+    slowness = 0.8 * median prefill rate / prefill rate, at least 1 and at most 4
 
 `queued + uncached` is the wait of the prompt itself; what it adds to that of requests that run there grows with their
 number; recomputing is dearer while the pool has a backlog, but less so where an endpoint has little of it, so that a burst
-with one new prefix leaves nobody idle; and each running request slows down the others.
+with one new prefix leaves nobody idle; and each running request slows down the others. An endpoint that was seen to be
+slower than the pool costs so many times more; rates differ by a quarter for no reason but the prompts that were timed.
 Nothing is scraped, and no weight has to be tuned. Source: a study by simulation, docs/simulate.md shows it on this code.
-The study takes the mean of the queues for the backlog; on this code the share of it is 3 % better in TTFT p90.
+The study takes the mean of the queues for the backlog, and nobody for slow; on this code the share of it is 3 % better
+in TTFT p90, and the time that a slow endpoint takes is what keeps its few requests out of the p99.
 """
 
 from __future__ import annotations
 
+from math import inf, isnan
 from typing import Annotated, NamedTuple
 
 import numpy as np
@@ -21,6 +25,11 @@ from picker.core.endpoints import Floats, Integers
 from picker.core.scheduling.api import Candidates, MatchInfo, Request, Rng
 
 NAME = "token-cost"
+
+_USUAL = 0.8
+"""Of the median rate: whoever computes faster than that is not slow."""
+_SLOWEST = 4.0
+"""Nobody costs more times as much, so that the slow are tried again as soon as the others are busy."""
 
 
 class TokenCostArgs(Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
@@ -53,6 +62,23 @@ class TokenCost(NamedTuple):
         costs += queued
         costs += in_flight * self.request_tokens
         return costs
+
+    def slowness(self, rates: Floats) -> Floats | None:
+        """How many times more each candidate costs because it is slower than the pool; None when none is.
+
+        `rates` are tokens of prefill per second, NaN where nothing was timed.
+        """
+        ordered = rates.copy()
+        ordered.sort()  # NaN last
+        slowest = ordered.item(0)
+        if isnan(slowest):
+            return None
+        known = len(ordered) if ordered.item(-1) < inf else int(ordered.searchsorted(inf))
+        usual = _USUAL * ordered.item(known // 2)
+        if slowest >= usual:
+            return None
+        slow: Floats = np.fmax(np.minimum(usual / rates, _SLOWEST), 1.0)
+        return slow
 
 
 class TokenCostScorer:

@@ -201,6 +201,9 @@ class Costing(Protocol):
 
     def costs(self, uncached: Floats, queued: Floats, in_flight: Integers) -> Floats: ...
 
+    def slowness(self, rates: Floats) -> Floats | None:
+        """What costs are multiplied with, by rates of prefill; None for nothing."""
+
 
 Timer = Callable[[], int]
 """A monotonic clock in nanoseconds, for measuring the steps of a decision."""

@@ -93,6 +93,8 @@ class Decision(Struct, frozen=True):
     """Tokens per second that each candidate was seen to compute, NaN when it was not; there when `work` is."""
     costs: Floats = _NONE
     """What sending the prompt to each candidate costs, in tokens; there when a scorer has a formula for it."""
+    slowness: Floats | None = None
+    """How many times more each candidate costs because it is slower than the pool; None when none is."""
     first: First | None = None
     headers: tuple[tuple[str, bytes], ...] = ()
     """Request headers that tell the destination what was decided for it."""
@@ -144,6 +146,8 @@ class Decision(Struct, frozen=True):
         endpoint = self.endpoints[position]
         cost = float(self.costs[position]) if len(self.costs) else 0.0
         rate = float(self.prefill_rate[position]) if len(self.costs) else 0.0
+        if self.slowness is not None:
+            rate *= float(self.slowness[position])  # costs are in tokens of a pool that is not slow
         return {
             "name": endpoint.name,
             "namespace": endpoint.namespace,

@@ -45,8 +45,15 @@ def _rating(decision: Decision, at: int) -> str:
     running = int(decision.in_flight[at])
     return (
         f"{name} costs {decision.costs[at]:,.0f} tokens: it lacks {work.uncached[at]:,.0f} of the prompt's "
-        f"{work.prompt:,.0f}, and has {decision.queued[at]:,.0f} queued and {running} request{'s' * (running != 1)} in flight."
+        f"{work.prompt:,.0f}, and has {decision.queued[at]:,.0f} queued and {running} request{'s' * (running != 1)} in flight"
+        f"{_slow(decision, at)}."
     )
+
+
+def _slow(decision: Decision, at: int) -> str:
+    if decision.slowness is None or decision.slowness[at] <= 1:
+        return ""
+    return f", {decision.slowness[at]:.2g} times as many because it is slower than others"
 
 
 def _by_cost(decision: Decision) -> bool:
@@ -64,7 +71,7 @@ def _among_equals(decision: Decision, at: int, fewest: int, count: int) -> str:
 def _lead(decision: Decision, at: int, second: int) -> str:
     name = decision.endpoints[second].name
     if _by_cost(decision):
-        return f"The next best is {name}, with {decision.costs[second]:,.0f}."
+        return f"The next best is {name}, with {decision.costs[second]:,.0f}{_slow(decision, second)}."
     leads = {
         plugin.name: float(plugin.scores[at] - plugin.scores[second]) * plugin.weight
         for plugin in decision.plugins

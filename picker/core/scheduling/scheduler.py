@@ -158,6 +158,7 @@ class Scheduler:
         order: tuple[int, ...] = ()
         work: Work | None = None
         queued = rates = costs = _NOTHING
+        slowness: Floats | None = None
         first: First | None = None
         if reason is _ROUTED:
             matched = self.match(request, candidates, rng) if matched is None else matched
@@ -178,6 +179,8 @@ class Scheduler:
             if work is not None:
                 if self._costing is not None:
                     costs = self._costing.costs(work.uncached, queued, in_flight)
+                    if (slowness := self._costing.slowness(rates)) is not None:
+                        costs = costs * slowness
                 candidates = Candidates(table, slots, candidates.mask, work, costs if len(costs) else None)
             for scorer, weight in self.scorers:
                 producer = scorer.producer or (work.source if work is not None and scorer is self._by_cost else "")
@@ -219,6 +222,7 @@ class Scheduler:
             queued=queued,
             prefill_rate=rates,
             costs=costs,
+            slowness=slowness,
             first=first,
         )
 
