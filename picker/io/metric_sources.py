@@ -18,6 +18,7 @@ from picker.io.kvcache.runtime import KvCacheRuntime
 from picker.io.metric_admission import admission_readings
 from picker.io.metric_families import MAX_MODELS, Family, ModelLabels, Reading, Readings
 from picker.io.metric_routing import by_endpoint, endpoint_labels, routing_readings
+from picker.io.metric_sessions import session_readings
 from picker.io.sharing.metrics import sharing_readings
 from picker.io.sharing.picks import SharedPicks
 from picker.io.sticky.metrics import sticky_readings
@@ -191,6 +192,7 @@ class Sources:
             ),
             *routing_readings(self),
             *kv_cache_readings(self),
+            *session_readings(self),
             *sticky_readings(self),
             *admission_readings(self),
             *sharing_readings(lambda: self.shared_picks()),  # noqa: PLW0108  set later

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from picker.core.director import PrefillSignal
 from picker.core.endpoints import EngineMetrics
 from picker.core.exchange.effects import Anomaly, BodyState, Finish, LearnedOn
-from picker.core.plugins.profiles import PROFILES, ProfileName
+from picker.core.plugins.profiles import PROFILES, Profile, ProfileName
 from picker.core.usage import Usage
 from picker.io.extproc.service import ExtProcService, ExtProcSettings
 from picker.io.metric_families import Counter, Histogram
@@ -242,6 +242,25 @@ def test_what_the_default_policy_counts(make_stack) -> None:
 
     stack.decide("z", state=BodyState.STREAMED)
     assert Scrape(stack.metrics)("work_source_total", source="length") == 1
+
+
+def test_what_is_known_of_sessions(make_stack) -> None:
+    assert Scrape(make_stack().metrics).label_values("sessions_unread_total", "reason") == set()
+    profile = Profile((), (("token-cost", 1.0),), producers=("session-prefix-cache-producer",))
+    stack = make_stack(profile=profile)
+    stack.serve("z" * 1024)
+    ticket = stack.director.route(stack.decide("y" * 1024))
+    scrape = Scrape(stack.metrics)
+    assert scrape("sessions_kept") == scrape("sessions_held") == 1
+    assert scrape("session_positions") == 2 * 3, "512 bytes each, and the end"
+    stack.decide("x", state=BodyState.TRUNCATED)
+    ticket.finish(Finish(False, LearnedOn.RESPONSE_BODY, 500, None))
+    scrape = Scrape(stack.metrics)
+    assert scrape("sessions_unread_total", reason="unreadable") == 1
+    assert scrape("sessions_unread_total", reason="too_deep") == 0
+    assert scrape("sessions_evicted_total", reason="capacity") == 0
+    assert (scrape("sessions_kept"), scrape("sessions_held"), scrape("session_positions")) == (1, 0, 3)
+    assert scrape("session_reader_evictions_total") == scrape("session_reader_memory_bytes") == 0
 
 
 def test_suspects_and_their_probes_are_counted(make_stack) -> None:
