@@ -5,10 +5,21 @@ from __future__ import annotations
 import argparse
 import sys
 
-from bench import decision, extproc, kv, sessions
+from bench import affinity, decision, extproc, kv, sessions, sharing
 from bench.report import Row, print_json, print_table
 
-_BENCHMARKS = {"decision": decision.run, "extproc": extproc.run, "kv": kv.run, "sessions": sessions.run}
+
+def _sessions() -> list[Row]:
+    return sessions.run() + affinity.run()
+
+
+_BENCHMARKS = {
+    "decision": decision.run,
+    "extproc": extproc.run,
+    "kv": kv.run,
+    "sessions": _sessions,
+    "sharing": sharing.run,
+}
 
 
 def main() -> int:
