@@ -50,7 +50,7 @@ class Stopwatch:
     def match(self, request: Request, candidates: Candidates, rng: Rng) -> Stopwatch:  # noqa: ARG002
         return self
 
-    def shared(self) -> bytes:
+    def shared(self, slot: int) -> bytes:  # noqa: ARG002
         return struct.pack("d", time.monotonic())
 
     def adopt(self, slot: int, shared: bytes, now: float) -> None:  # noqa: ARG002

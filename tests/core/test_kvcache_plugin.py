@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from array import array
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -138,6 +139,61 @@ def test_a_pick_is_visible_until_it_is_over():
     fleet.store(0, 64)
     learning.confirm(0)
     assert fleet.scores(tokens(65)) == [100, 0, 0]
+
+
+def test_a_pick_of_another_picker_is_visible_until_it_is_over():
+    here, there = Fleet(), Fleet()
+    for fleet in (here, there):
+        fleet.store(0, 64)
+        fleet.store(1, 16, first=5000)
+    match = there.match(tokens(161))
+    told = match.shared(0)
+    assert len(told) < 6 * 8 + 8, "6 of 10 blocks are missing"
+    for end in ("confirm", "undo"):
+        learning = here.producer.adopt(0, told, 1.0)
+        assert here.scores(tokens(161)) == [100, 0, 0]
+        learning.confirm(0) if end == "confirm" else learning.undo()
+        assert here.scores(tokens(161)) == [40, 0, 0]
+    assert here.producer.adopt(1, match.shared(1), 1.0) is not None
+    assert here.scores(tokens(161)) == [40, 100, 0]
+    assert here.producer.adopt(2, told, 1.0) is None, "no events, no size of blocks"
+    assert match.shared(2) == b""
+    here.producer.forget(0)
+    assert here.producer.adopt(0, told, 1.0) is None
+
+
+def test_several_prompts_are_not_shared_nor_what_is_held():
+    fleet = Fleet()
+    fleet.store(0, 160)
+    assert fleet.match(tokens(161), tokens(81, first=1000)).shared(0) == b""
+    assert fleet.match(tokens(161)).shared(0) == b""
+
+
+@pytest.mark.parametrize(
+    "shared",
+    [b"", b"\xc1", msgspec.msgpack.encode((SIZE, b"1234567")), msgspec.msgpack.encode((SIZE, b"")),
+     msgspec.msgpack.encode((32, b"12345678")), msgspec.msgpack.encode((SIZE, b"12345678" * 20_000)),
+     msgspec.msgpack.encode((SIZE, "12345678"))],
+)  # fmt: skip
+def test_what_another_picker_could_not_have_sent_is_refused(shared):
+    fleet = Fleet()
+    fleet.store(0, 64)
+    assert fleet.producer.adopt(0, shared, 1.0) is None
+
+
+@given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=6), max_size=6))
+def test_keys_that_are_none_are_taken_back_without_a_trace(lists):
+    fleet = Fleet()
+    fleet.store(0, 16, first=5000)
+    _, packed = msgspec.msgpack.decode(fleet.match(tokens(97)).shared(0))
+    real = array("Q", packed)
+    learnings = []
+    for positions in lists:
+        shared = (SIZE, array("Q", [real[position] for position in positions]).tobytes())
+        learnings.append(fleet.producer.adopt(0, msgspec.msgpack.encode(shared), 1.0))
+    for learning in learnings:
+        learning.undo()
+    assert fleet.scores(tokens(97)) == [0, 0, 0]
 
 
 def test_a_forgotten_endpoint_holds_nothing():

@@ -174,7 +174,7 @@ def test_a_pick_is_visible_at_once_and_stays_when_it_is_confirmed():
 def test_blocks_may_be_recorded_only_when_a_request_has_succeeded():
     fleet, prompt = Fleet(recordAtPick=False), numbered(640)
     learning = fleet.match(prompt).picked(1)
-    told = fleet.producer.adopt(2, fleet.match(prompt).shared(), 0.0)
+    told = fleet.producer.adopt(2, fleet.match(prompt).shared(2), 0.0)
     assert fleet.match(prompt).info.matched.tolist() == [0, 0, 0]
     learning.confirm(1)
     assert fleet.match(prompt).info.matched.tolist() == [0, 10, 0]

@@ -193,6 +193,17 @@ class BlockIndex:
         complete = bool(sources) and all(source.incomplete_since is None for source in sources)
         return Hold(slot, min(cached, default=0), complete, size, parts)
 
+    def block_size(self, slot: int) -> int:
+        """Tokens in a block of the slot's engine; 0 where that is not known, or not one number."""
+        sources = self._sources.get(slot, {}).values()
+        sizes = {0 if source.layout.single is None else source.layout.single.block_size for source in sources}
+        return sizes.pop() if len(sizes) == 1 else 0
+
+    def hold_keys(self, slot: int, keys: Sequence[int]) -> Hold:
+        """Make blocks visible that another picker sent to the slot, until the hold is released."""
+        parts = [self._holds.add(source.cache.lane, keys) for source in self._sources.get(slot, {}).values()]
+        return Hold(slot, 0, False, 0, parts)
+
     def release(self, hold: Hold) -> None:
         """Take a hold back, once. Nothing happens where the engine's cache was forgotten in the meantime."""
         self._holds.release(hold)

@@ -7,9 +7,11 @@ decision at once, and `direct` needs neither Redis nor sidecars.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import msgspec
 import numpy as np
 from msgspec import Struct
 
@@ -24,6 +26,7 @@ from picker.core.plugins.kvcache_args import IndexMode, KvCacheArgs
 from picker.core.plugins.kvcache_learning import Agreement, Expected, KvCacheLearning
 from picker.core.scheduling.api import Candidates, MatchInfo, Request, Rng
 from picker.core.tokens.prompt import TokenPrompt
+from picker.core.usage import Usage
 
 NAME = "kvcache-aware"
 TOKENS = "tokens"
@@ -32,6 +35,9 @@ OWNERS = "owners"
 """In `Request.prepared`, in redis mode: an `OwnedPrefix` for each of them, or None for a prompt nobody can own."""
 
 _MOST_MODELS = 100
+_MOST_SHARED = 16_384
+"""Blocks of one request that pickers tell each other of."""
+_shared = msgspec.msgpack.Decoder(tuple[int, bytes])
 
 
 class KvCacheProducer:
@@ -110,8 +116,19 @@ class KvCacheProducer:
         """Forget what a sidecar said that does not know of it; engines' own events, and Redis, tell it themselves."""
         self.hashes.forget(slot)
 
-    def adopt(self, slot: int, shared: bytes, now: float) -> None:
-        """Nothing: engines' events reach every picker by themselves."""
+    def adopt(self, slot: int, shared: bytes, now: float) -> AdoptedBlocks | None:  # noqa: ARG002
+        """Hold the blocks that another picker's request will make the engine hold, until it is over.
+
+        What engines hold by then, their events tell every picker. None for blocks of another size, and what is no blocks.
+        """
+        try:
+            size, packed = _shared.decode(shared)
+            keys = array("Q", packed)
+        except (msgspec.DecodeError, ValueError):
+            return None
+        if not 0 < len(keys) <= _MOST_SHARED or size != self.index.block_size(slot):
+            return None
+        return AdoptedBlocks(self.index, self.index.hold_keys(slot, keys))
 
     def most_tokens(self, tokens: TokenPrompt) -> int:
         """Return how many tokens of a prompt can match, in whole blocks of those that are looked up."""
@@ -152,8 +169,14 @@ class KvCacheMatch(Struct, frozen=True, gc=False):
     slots: Slots
     info: MatchInfo
 
-    def shared(self) -> bytes:
-        return b""
+    def shared(self, slot: int) -> bytes:
+        """Keys of the blocks that the slot lacks, as far as it is known. Others know of the blocks before them."""
+        size = self.producer.index.block_size(slot)
+        if not size or len(self.prompts) != 1:
+            return b""
+        held = self.info.matched.item(self.slots.searchsorted(slot)) // size
+        missing = self.prompts[0].chain(size).keys[held : held + _MOST_SHARED]
+        return msgspec.msgpack.encode((size, array("Q", missing).tobytes())) if missing else b""
 
     def picked(self, slot: int) -> KvCacheLearning:
         producer = self.producer
@@ -176,6 +199,19 @@ class KvCacheMatch(Struct, frozen=True, gc=False):
         if min(cached, self.info.total) != matched:
             return None  # blocks of others on their way: they may come in time, or not
         return Expected(cached, all(hold.complete for hold in holds))
+
+
+class AdoptedBlocks(Struct, frozen=True, gc=False):
+    """Blocks of another picker's request on its way."""
+
+    index: BlockIndex
+    hold: Hold
+
+    def confirm(self, slot: int | None, usage: Usage | None = None) -> None:  # noqa: ARG002
+        self.undo()
+
+    def undo(self) -> None:
+        self.index.release(self.hold)
 
 
 def _leading(owned: OwnedPrefix, slot: int) -> int:

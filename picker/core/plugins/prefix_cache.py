@@ -171,7 +171,7 @@ class PrefixMatch(Struct, frozen=True, gc=False):
     margin: float = 1.0
     """How much more than that it keeps."""
 
-    def shared(self) -> bytes:
+    def shared(self, slot: int) -> bytes:  # noqa: ARG002
         chains = [array("Q", chain).tobytes() for chain in self.chains]
         return msgspec.msgpack.encode((self.model, self.block_size, chains))
 

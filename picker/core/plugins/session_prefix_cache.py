@@ -208,7 +208,7 @@ class SessionMatch(Struct, frozen=True, gc=False):
     cache_tokens: Floats
     reads_cache: bool
 
-    def shared(self) -> bytes:
+    def shared(self, slot: int) -> bytes:  # noqa: ARG002
         if not self.chains:
             return b""
         return _packed(self.chains)

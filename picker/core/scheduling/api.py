@@ -161,8 +161,8 @@ class Match(Protocol):
     def picked(self, slot: int) -> Learning:
         """Make the pick visible to the next decision, until it is confirmed or undone."""
 
-    def shared(self) -> bytes:
-        """What `Producer.adopt` of another picker needs to make the pick visible there, too; empty for nothing."""
+    def shared(self, slot: int) -> bytes:
+        """What `Producer.adopt` of another picker needs to make a pick of this slot visible there; empty for nothing."""
 
 
 class Learning(Protocol):

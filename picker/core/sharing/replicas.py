@@ -138,7 +138,8 @@ class Replicas:
     def picked(self, decision: Decision) -> int:
         """Tell of a pick; returns its number."""
         self._number += 1
-        shared = tuple((name, told) for name, match in decision.matches.items() if (told := match.shared()))
+        slot = decision.slot
+        shared = tuple((name, told) for name, match in decision.matches.items() if (told := match.shared(slot)))
         pick = Picked(self._number, decision.endpoints[decision.order[0]].address, decision.tokens, shared)
         self._open[self._number] = pick
         self._tell(pick)

@@ -295,7 +295,7 @@ def test_an_id_stands_for_its_content_where_nobody_can_read_that(unused, header)
     assert match.info.matched[1] == match.info.total > 5000
     assert fleet.match(headers={header: b"s-2"}, unused=unused) is None
     assert fleet.producer.unread == {Unread.BY_ID: 1, Unread.UNREADABLE: 1}
-    assert match.shared() == b""
+    assert match.shared(1) == b""
     match.picked(0).confirm(0, Usage(reply=b"more"))
     assert fleet.fractions(messages=PARENT) == [0, 1, 0]
 
@@ -347,14 +347,14 @@ def test_what_is_no_id_is_none(value):
 def test_what_another_picker_sent_is_visible_here():
     here, there = Fleet(), Fleet()
     match = there.match(messages=PARENT)
-    learning = here.producer.adopt(1, match.shared(), 1.0)
+    learning = here.producer.adopt(1, match.shared(1), 1.0)
     assert here.fractions(messages=PARENT) == [0, 1, 0]
     learning.undo()
     assert here.fractions(messages=PARENT) == [0, 0, 0]
-    here.producer.adopt(1, match.shared(), 1.0).confirm(1, Usage(reply=b"r"))
+    here.producer.adopt(1, match.shared(1), 1.0).confirm(1, Usage(reply=b"r"))
     assert here.fractions(messages=[*PARENT, user("v" * 4000)]) == [0, 0.5, 0]
-    here.producer.adopt(1, match.shared(), 1.0).confirm(None)
-    here.producer.adopt(2, match.shared(), 1.0).confirm(0)
+    here.producer.adopt(1, match.shared(1), 1.0).confirm(None)
+    here.producer.adopt(2, match.shared(1), 1.0).confirm(0)
     assert here.fractions(messages=PARENT) == [0, 1, 0]
     assert here.producer.index.held == 0
 
@@ -389,7 +389,7 @@ def test_what_goes_while_it_is_told_is_left_out():
 
 
 def test_what_is_shared_is_small():
-    assert len(Fleet().match(messages=[user("x" * 32_768)]).shared()) < 1_000
+    assert len(Fleet().match(messages=[user("x" * 32_768)]).shared(1)) < 1_000
 
 
 def packed(*pairs):
