@@ -243,7 +243,8 @@ def test_with_replay_it_ends_with_the_last_published_batch(operations: list[tupl
     assert world.tracker.first is not None
     assert world.applied == stamps[world.tracker.first :]
     assert world.tracker.complete == (world.tracker.first == 0)
-    if buffer == 1000 and "damage reply" not in [name for name, _ in operations]:
+    # A reply that lost its first frame is like that of a buffer which begins later.
+    if buffer == 1000 and not {"damage reply", "lose reply"} & {name for name, _ in operations}:
         assert world.tracker.complete
 
 
