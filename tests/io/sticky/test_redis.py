@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+import msgspec
 import pytest
 
 from picker.core.kv_index.circuit import CircuitState
@@ -23,8 +24,8 @@ FAST = ClientSettings(budget=0.2, pause=0.05, most_pause=0.1, reconnect=0.01, mo
 def start(redis_server, background, until):
     """Starts the bindings of one picker."""
 
-    async def make(seconds=300.0):
-        client = RedisClient(redis_server.settings, FAST, without="sessions are kept in memory")
+    async def make(seconds=300.0, settings=FAST):
+        client = RedisClient(redis_server.settings, settings, without="sessions are kept in memory")
         bindings = RedisBindings(client, Bindings(seconds, 1000), "deepseek", time.monotonic)
         background(client.run())
         await until(lambda: client.connected)
@@ -160,7 +161,7 @@ async def test_a_stalled_redis_costs_the_budget_a_few_times(start, redis_server,
 
 
 async def test_what_is_on_its_way_is_bounded(start):
-    picker = await start()
+    picker = await start(settings=msgspec.structs.replace(FAST, budget=10.0))  # a thousand scripts take a while
     for number in range(MOST_PENDING + 5):
         bind(picker, A, key=f"{KEY}{number}")
     assert picker.writes[BACKLOG] == 5
