@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from math import isnan
 
 import numpy as np
 from msgspec import Struct
@@ -77,6 +78,11 @@ _RUNS_AT_LEAST = 8.0
 _SENSELESS = 1e12
 """No load of an engine is this large; arithmetic with smaller values stays finite."""
 
+_RATE_TOKENS = 20_000.0
+"""A prefill of so many tokens weighs as much as all before it."""
+_RATE_SECONDS = 60.0
+_FORGET_EVERY_SECONDS = 5.0
+
 _UNKNOWN_AT_FIRST = (
     "waiting",
     "running",
@@ -86,6 +92,7 @@ _UNKNOWN_AT_FIRST = (
     "tpot",
     "observed_at",
     "prefill_rate",
+    "timed_at",
     "cache_tokens",
 )
 
@@ -125,7 +132,7 @@ class EndpointTable:
     Load arrays hold NaN for what is unknown: never scraped, or not for `stale_seconds`. `in_flight` and `queued_tokens`
     are our own counts, and always known: requests that have not ended, and the uncached prompt tokens of those whose
     prefill is not over. `unanswered` are the requests on which an endpoint has shown no work yet. `prefill_rate`, in
-    tokens per second, is what we observed of it, and NaN until we did. `cache_tokens` is the size of an engine's KV cache.
+    tokens per second, is what we observed of it lately (`timed_at`), and NaN until we did. `cache_tokens` is the size of an engine's KV cache.
     """
 
     def __init__(self, *, stale_seconds: float = 2.0) -> None:
@@ -141,6 +148,8 @@ class EndpointTable:
         self.unanswered: Integers = np.zeros(0, np.int64)
         self.queued_tokens: Floats = np.zeros(0)
         self.prefill_rate: Floats = np.zeros(0)
+        self.timed_at: Floats = np.zeros(0)
+        self._forget_at = -np.inf
         self.cache_tokens: Floats = np.zeros(0)
         self.waiting: Floats = np.zeros(0)
         self.running: Floats = np.zeros(0)
@@ -267,6 +276,19 @@ class EndpointTable:
             self.adapters[slot] = None
         return len(stale)
 
+    def timed(self, slot: int, tokens: float, seconds: float, now: float) -> None:
+        """An endpoint computed so many tokens of prompts in so long: its rate is a mean that moves with the tokens.
+
+        A rate that nothing was heard of for a minute is forgotten: who was slow once is tried again.
+        """
+        rate = tokens / seconds
+        known = self.prefill_rate.item(slot)
+        self.prefill_rate[slot] = rate if isnan(known) else known + (rate - known) * tokens / (tokens + _RATE_TOKENS)
+        self.timed_at[slot] = now
+        if now >= self._forget_at:
+            self._forget_at = now + _FORGET_EVERY_SECONDS
+            self.prefill_rate[self.timed_at < now - _RATE_SECONDS] = np.nan
+
     def _add(self, endpoint: Endpoint) -> int:
         slot = next((slot for slot, taken in enumerate(self.endpoints) if taken is NOBODY), len(self.endpoints))
         if slot == len(self.endpoints):
@@ -295,7 +317,7 @@ class EndpointTable:
         self.in_flight[slot] = self.in_flight_seen[slot] = self.unanswered[slot] = 0
         self.queued_tokens[slot] = 0.0
         self.health.clear(slot)
-        self.prefill_rate[slot] = self.cache_tokens[slot] = self.most_running[slot] = np.nan
+        self.prefill_rate[slot] = self.timed_at[slot] = self.cache_tokens[slot] = self.most_running[slot] = np.nan
         self.observed_at[slot] = -np.inf
         for array in (self.waiting, self.running, self.kv_usage, self.ttft, self.tpot):
             array[slot] = np.nan

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 from http import HTTPStatus
-from math import isnan
 from typing import TYPE_CHECKING, Protocol
 
 from picker.core.endpoints import EndpointTable
@@ -21,7 +20,6 @@ _ROUNDING = 1e-3
 """Fewer tokens than this are none: sums of what was added and taken away."""
 _TELLING_TOKENS = 512.0
 """A prefill of fewer tokens says nothing of an endpoint's speed."""
-_RATE_WEIGHT = 0.1
 _FROM_ENVOY = frozenset((503, 504))
 """What Envoy answers by itself when an endpoint refuses connections or is too late."""
 
@@ -181,19 +179,16 @@ class Ticket(Load):
             if self._number and director.sharing is not None:
                 director.sharing.prefilled(self._number)
             if self._alive:
-                self._observe_rate(now - self._picked_at)
+                self._observe_rate(now)
                 self._sign(now)
         self._computed()
         self._work = 0.0
 
-    def _observe_rate(self, seconds: float) -> None:
+    def _observe_rate(self, now: float) -> None:
         """Learn how fast the endpoint computes prompts, from what it had to compute up to now."""
-        work = self._queued_before + self._work
-        if work < _TELLING_TOKENS or seconds <= 0:
-            return
-        rates, slot = self._table.prefill_rate, self._slot
-        known = rates.item(slot)
-        rates[slot] = work / seconds if isnan(known) else known + (work / seconds - known) * _RATE_WEIGHT
+        work, seconds = self._queued_before + self._work, now - self._picked_at
+        if work >= _TELLING_TOKENS and seconds > 0:
+            self._table.timed(self._slot, work, seconds, now)
 
     def finish(self, finish: Finish, usage: Usage | None = None) -> None:
         """The request is over: count it out, and keep or undo what was learnt.

@@ -2,12 +2,12 @@
 
     cost = (queued + uncached * (1 + 2 * in_flight / (mean in_flight + 1) + backlog / 8192) + 200 * in_flight) * slowness
     backlog = mean queued * (in_flight + 1) / (max in_flight + 1)
-    slowness = 0.8 * median prefill rate / prefill rate, at least 1 and at most 4
+    slowness = 2/3 * median prefill rate / prefill rate, at least 1 and at most 4
 
 `queued + uncached` is the wait of the prompt itself; what it adds to that of requests that run there grows with their
 number; recomputing is dearer while the pool has a backlog, but less so where an endpoint has little of it, so that a burst
 with one new prefix leaves nobody idle; and each running request slows down the others. An endpoint that was seen to be
-slower than the pool costs so many times more; rates differ by a quarter for no reason but the prompts that were timed.
+slower than the pool costs so many times more; rates differ by a third for no reason but the prompts that were timed.
 Nothing is scraped, and no weight has to be tuned. Source: a study by simulation, docs/simulate.md shows it on this code.
 The study takes the mean of the queues for the backlog, and nobody for slow; on this code the share of it is 3 % better
 in TTFT p90, and the time that a slow endpoint takes is what keeps its few requests out of the p99.
@@ -26,7 +26,7 @@ from picker.core.scheduling.api import Candidates, MatchInfo, Request, Rng
 
 NAME = "token-cost"
 
-_USUAL = 0.8
+_USUAL = 2 / 3
 """Of the median rate: whoever computes faster than that is not slow."""
 _SLOWEST = 4.0
 """Nobody costs more times as much, so that the slow are tried again as soon as the others are busy."""
