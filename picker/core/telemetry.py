@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from picker.core.exchange.effects import Anomaly, Finish
-from picker.core.scheduling.decision import Decision
+from picker.core.scheduling.decision import Decision, Sent
 
 
 class Telemetry(Protocol):
@@ -14,7 +14,7 @@ class Telemetry(Protocol):
     def decided(self, decision: Decision) -> None:
         """A request was routed, or refused for the decision's reason."""
 
-    def finished(self, decision: Decision, finish: Finish, seconds: float) -> None:
+    def finished(self, sent: Sent, finish: Finish, seconds: float) -> None:
         """A routed request is over, `seconds` after its decision."""
 
     def anomaly(self, anomaly: Anomaly, detail: str) -> None:

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from picker.core.exchange.effects import Anomaly, Finish, LearnedOn
 from picker.core.prompts import Unused
-from picker.core.scheduling.decision import Decision, First, PrefillPlace, Steps
+from picker.core.scheduling.decision import Decision, First, PrefillPlace, Sent, Steps
 from picker.io.metric_families import OTHER, Counter, Family, Histogram
 from picker.io.metric_sources import Sources
 
@@ -179,19 +179,19 @@ class Metrics(Sources):
             buckets.observe(nanoseconds)
         self._decision.observe(sum(steps) - steps.prepare)
 
-    def finished(self, decision: Decision, finish: Finish, seconds: float) -> None:
+    def finished(self, sent: Sent, finish: Finish, seconds: float) -> None:
         """Count the end of a routed request. Less than 2 us."""
         status = finish.status
         if status is not None and 200 <= status < 300:
-            self.models.admit(decision.request.prompt.model)
+            self.models.admit(sent.model)
         self.learned.series[finish.learned_on, "true" if finish.success else "false"] += 1
         self.outcomes.series[_STATUS_CLASSES.get(status and status // 100, OTHER),] += 1
         self._request.observe(seconds)
         served = finish.served
         if served is not None:
-            endpoints, order = decision.endpoints, decision.order
-            if served != endpoints[order[0]].address:
-                self.served_elsewhere.add("fallback" if served in decision.destinations else OTHER)
+            destinations = sent.destinations
+            if served != destinations[0]:
+                self.served_elsewhere.add("fallback" if served in destinations else OTHER)
 
     def evicted(self, model: str, blocks: int) -> None:
         """Count blocks that the prefix cache dropped because it is full: `on_evict` of the scheduler."""

@@ -22,7 +22,7 @@ from msgspec import Struct
 from picker.core.exchange.effects import Anomaly, Finish
 from picker.core.prompts import Prompt
 from picker.core.scheduling.api import Request
-from picker.core.scheduling.decision import Decision
+from picker.core.scheduling.decision import Decision, Sent
 from picker.io.afterwards import Afterwards, Later
 from picker.io.metrics import Metrics
 
@@ -147,8 +147,8 @@ class Hub:
         if self._waiting_bytes > _MOST_WAITING_BYTES:
             self.settle()
 
-    def finished(self, decision: Decision, finish: Finish, seconds: float) -> None:
-        self._afterwards.add(self._finished, decision, finish, seconds)
+    def finished(self, sent: Sent, finish: Finish, seconds: float) -> None:
+        self._afterwards.add(self._finished, sent, finish, seconds)
 
     def _decided(self, decision: Decision) -> None:
         try:
@@ -165,9 +165,9 @@ class Hub:
         except Exception as error:  # noqa: BLE001  telemetry never fails a request
             self.failed("telemetry", error)
 
-    def _finished(self, decision: Decision, finish: Finish, seconds: float) -> None:
+    def _finished(self, sent: Sent, finish: Finish, seconds: float) -> None:
         try:
-            self.metrics.finished(decision, finish, seconds)
+            self.metrics.finished(sent, finish, seconds)
         except Exception as error:  # noqa: BLE001  telemetry never fails a request
             self.failed("telemetry", error)
 

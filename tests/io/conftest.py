@@ -54,7 +54,7 @@ class Stack(Struct):
         address = decision.destinations[served] if isinstance(served, int) else served
         finish = Finish(success, LearnedOn.RESPONSE_BODY, status, address)
         ticket.finish(finish)
-        self.hub.finished(decision, finish, 0.5)
+        self.hub.finished(decision.sent, finish, 0.5)
         return decision
 
 

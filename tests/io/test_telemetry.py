@@ -144,7 +144,7 @@ def test_nothing_escapes_to_the_request_path(stack, logs, monkeypatch: pytest.Mo
     monkeypatch.setattr(stack.metrics, "decided", broken)
     monkeypatch.setattr(stack.metrics, "finished", broken)
     stack.hub.decided(decision)
-    stack.hub.finished(decision, None, 1.0)
+    stack.hub.finished(decision.sent, None, 1.0)
     stack.hub.failed("learn", ValueError("x"))
     assert stack.metrics.errors.series == {("telemetry",): 2, ("learn",): 1}
     errors = [entry for entry in logs.entries if entry["log_level"] == "error"]

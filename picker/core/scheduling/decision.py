@@ -68,6 +68,15 @@ class Steps(NamedTuple):
     pick: int
 
 
+class Sent(NamedTuple):
+    """What is remembered of a routed request until it is over: nothing that grows with its prompt."""
+
+    request_id: str
+    path: str
+    model: str
+    destinations: tuple[str, ...]
+
+
 class Decision(Struct, frozen=True):
     """Everything about one choice.
 
@@ -106,6 +115,12 @@ class Decision(Struct, frozen=True):
     def destinations(self) -> tuple[str, ...]:
         """Addresses, the destination first, then the fallbacks."""
         return tuple(self.endpoints[position].address for position in self.order)
+
+    @property
+    def sent(self) -> Sent:
+        """What to remember of it when the request goes out."""
+        request = self.request
+        return Sent(request.request_id, request.path, request.prompt.model, self.destinations)
 
     @property
     def slot(self) -> int:

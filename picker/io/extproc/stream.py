@@ -27,7 +27,7 @@ from picker.core.exchange.events import BodyMode, Event, RequestBody, ResponseBo
 from picker.core.exchange.outcomes import Refused, Routed
 from picker.core.headers import FALLBACKS_WANTED
 from picker.core.scheduling.api import Request
-from picker.core.scheduling.decision import Decision, Reason
+from picker.core.scheduling.decision import Decision, Reason, Sent
 from picker.core.tickets import PrefillSignal, Ticket
 from picker.core.usage import Usage
 from picker.io.admission import Entry
@@ -60,13 +60,13 @@ class ExtProcStream:
         "_buffered",
         "_call",
         "_decided_at",
-        "_decision",
         "_exchange",
         "_expected",
         "_fallbacks",
         "_names",
         "_observer",
         "_preparing",
+        "_sent",
         "_service",
         "_tap",
         "_ticket",
@@ -86,7 +86,7 @@ class ExtProcStream:
         )
         self._fallbacks = _fallbacks(call.metadata.get(FALLBACKS_WANTED))
         self._ticket: Ticket | None = None
-        self._decision: Decision | None = None
+        self._sent: Sent | None = None
         self._decided_at = 0.0
         self._buffered = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -246,15 +246,14 @@ class ExtProcStream:
         service.buffered_bytes -= self._buffered
         self._buffered = 0
         if decision.reason is _ROUTED:
-            self._decision = decision
+            sent = self._sent = decision.sent
             self._decided_at = service.director.now()
             self._ticket = service.route(decision)
             if service.observations.seen and service.settings.learn_usage:
-                request = decision.request
                 self._expected = service.observations.expect(
-                    request.request_id, request.path, self._prefilled, keep_reply=service.director.wants_replies
+                    sent.request_id, sent.path, self._prefilled, keep_reply=service.director.wants_replies
                 )
-            outcome: Routed | Refused = Routed(",".join(decision.destinations), decision.headers, self._body)
+            outcome: Routed | Refused = Routed(",".join(sent.destinations), decision.headers, self._body)
             self._body = None
         else:
             outcome = service.refuse(decision)
@@ -266,22 +265,21 @@ class ExtProcStream:
         service = self._service
         if service.settings.learn_usage:
             self._answer = answered
-        service.afterwards.add(self._tell_answered, answered.status)
+        service.afterwards.add(self._tell_answered, answered)
 
-    def _tell_answered(self, status: int | None) -> None:
+    def _tell_answered(self, answered: Answered) -> None:
         if self._ticket is not None:
             try:
-                self._ticket.answered(status, self._service.director.now())
+                self._ticket.answered(answered.status, self._service.director.now(), body_follows=answered.body_follows)
             except Exception as error:  # noqa: BLE001  a response never fails because learning from it did
                 self._service.telemetry.failed("learn", error)
 
     def _read_usage(self, data: bytes) -> None:
-        service, answer, decision = self._service, self._answer, self._decision
-        if self._tap is None and answer is not None and decision is not None:
-            path = decision.request.path
+        service, answer, sent = self._service, self._answer, self._sent
+        if self._tap is None and answer is not None and sent is not None:
             outcomes, telemetry = service.usage_outcomes, service.telemetry
             wanted = service.director.wants_replies
-            self._tap = UsageTap(answer.headers, path, outcomes, telemetry, keep_reply=wanted)
+            self._tap = UsageTap(answer.headers, sent.path, outcomes, telemetry, keep_reply=wanted)
         if self._tap is not None:
             service.afterwards.add(self._tap.feed, data)
 
@@ -294,23 +292,23 @@ class ExtProcStream:
 
     def _learn(self, finish: Finish) -> None:
         usage = None if self._tap is None else self._tap.result()
-        if self._expected is None or self._decision is None:
+        if self._expected is None or self._sent is None:
             self._learn_usage(finish, usage, None)
         else:
             learn = partial(self._learn_usage, finish, usage)
-            self._service.observations.over(self._decision.request.request_id, self._expected, learn)
+            self._service.observations.over(self._sent.request_id, self._expected, learn)
 
     def _learn_usage(self, finish: Finish, read: Usage | None, observed: Usage | None) -> None:
-        ticket, decision = self._ticket, self._decision
-        self._ticket = self._decision = None
+        ticket, sent = self._ticket, self._sent
+        self._ticket = self._sent = None
         if ticket is not None:
             try:
                 ticket.finish(finish, read or observed)
             except Exception as error:  # noqa: BLE001  a response never fails because learning from it did
                 self._service.telemetry.failed("learn", error)
-        if decision is not None:
+        if sent is not None:
             seconds = self._service.director.now() - self._decided_at
-            self._service.telemetry.finished(decision, finish, seconds)
+            self._service.telemetry.finished(sent, finish, seconds)
         if self._service.gate is not None:
             self._service.gate.room()
 
