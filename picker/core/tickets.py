@@ -46,6 +46,7 @@ class Sharing(Protocol):
 
 
 _END = PrefillSignal.END
+_RESPONSE_BODY = PrefillSignal.RESPONSE_BODY
 _FAILURES = HTTPStatus.INTERNAL_SERVER_ERROR.value
 
 
@@ -114,6 +115,7 @@ class Ticket(Load):
     """
 
     __slots__ = (
+        "_body_due",
         "_director",
         "_learnings",
         "_model",
@@ -143,6 +145,8 @@ class Ticket(Load):
         self._model = prompt.model
         self._text_bytes = sum(map(len, prompt.texts))
         self._picked_at = decision.request.now
+        self._body_due = False
+        """Whether the endpoint answered well, but with headers only, which engines send before they compute."""
         self._queued_before = director.table.queued_tokens.item(slot)
         self._work = decision.tokens if prefill is None else 0.0
         super().__init__(director.table, slot, self._work, self._picked_at)
@@ -151,8 +155,11 @@ class Ticket(Load):
             if (watch := getattr(learning, "watch", None)) is not None:
                 watch(self)
 
-    def answered(self, status: int | None, now: float) -> None:
-        """Response headers came from the endpoint, or Envoy's own in its place."""
+    def answered(self, status: int | None, now: float, *, body_follows: bool = False) -> None:
+        """Response headers came from the endpoint, or Envoy's own in its place.
+
+        With `body_follows`, `prefilled` will tell of the first piece of the body.
+        """
         if not self._alive:
             return
         health = self._table.health
@@ -160,12 +167,24 @@ class Ticket(Load):
             health.failed(self._slot)
             if status in _FROM_ENVOY:
                 return  # perhaps in place of an endpoint that is silent
+        elif body_follows:
+            self._body_due = True
+            return
         else:
             health.answered(self._slot, now - self._picked_at)
         self._sign(now)
 
+    def _body_came(self, now: float) -> None:
+        """The answer to the headers that came before."""
+        self._body_due = False
+        if self._alive:
+            self._table.health.answered(self._slot, now - self._picked_at)
+            self._sign(now)
+
     def prefilled(self, now: float, signal: PrefillSignal) -> None:
         """The prompt is computed. The first signal counts, further ones do nothing."""
+        if self._body_due and signal is _RESPONSE_BODY:
+            self._body_came(now)
         if self._prefill is not None:
             self._prefill.prefilled(now, signal)
             if signal is not _END:
@@ -207,6 +226,8 @@ class Ticket(Load):
 
     def _settle(self, finish: Finish, usage: Usage | None, now: float) -> None:
         director = self._director
+        if self._body_due and finish.success:
+            self._body_came(now)
         self.prefilled(now, _END)
         self._end_prefill(success=finish.success, now=now)
         alive = self._alive

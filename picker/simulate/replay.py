@@ -215,8 +215,7 @@ class _Replay:
             ticket.finish(Finish(success=False, learned_on=LearnedOn.RESPONSE_BODY, status=400, served=None))
             self._refuse("too_long", session, number, due)
             return
-        if not engine.stuck(self._now):
-            ticket.answered(200, self._now)  # engines that stream send headers before they compute
+        ticket.answered(200, self._now, body_follows=True)  # engines that stream send headers before they compute
         sent = Sent(due, engine.number, call.prompt_tokens)
         self._run.sent.append(sent)
         self._under_way[name] = _UnderWay(sent, ticket, session, number)

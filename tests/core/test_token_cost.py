@@ -193,6 +193,22 @@ def test_an_endpoint_that_has_answered_may_generate_for_as_long_as_it_likes():
     assert fleet.table.suspects(fleet.table.slots, clock.now) is None
 
 
+def test_headers_are_no_sign_of_work_where_the_body_will_be_seen():
+    fleet, clock = director(3)
+    tickets = [route(fleet, f"{n}" * 400) for n in range(3)]
+    for _, ticket in tickets:
+        clock.now += 0.1
+        ticket.answered(200, clock.now, body_follows=True)
+    for _, ticket in tickets[1:]:
+        ticket.prefilled(clock.now, PrefillSignal.RESPONSE_BODY)
+    clock.now += 20
+    hung = tickets[0][0].slot
+    assert fleet.table.suspects(fleet.table.slots, clock.now).tolist() == [slot == hung for slot in range(3)]
+    tickets[0][1].prefilled(clock.now, PrefillSignal.RESPONSE_BODY)
+    clock.now += 1
+    assert fleet.table.suspects(fleet.table.slots, clock.now) is None
+
+
 @given(st.lists(st.tuples(st.sampled_from("rpfexg"), st.integers(0, 40)), max_size=60))
 def test_counts_are_never_negative_and_zero_at_rest(steps):
     fleet, clock = director(3)
@@ -206,7 +222,7 @@ def test_counts_are_never_negative_and_zero_at_rest(steps):
             if step == "p":
                 ticket.progress(float(number * 50), clock.now)
             elif step == "f":
-                ticket.answered(200, clock.now)
+                ticket.answered(200, clock.now, body_follows=number % 2 == 0)
                 ticket.prefilled(clock.now, PrefillSignal.RESPONSE_BODY)
             elif step in "ex":
                 under_way.remove(ticket)

@@ -96,6 +96,8 @@ class Answered(Struct, frozen=True, gc=False):
 
     status: int | None
     headers: Mapping[str, bytes] = {}
+    body_follows: bool = False
+    """Whether Envoy will send the body piece by piece as it comes, so that a `FirstChunk` tells of the first one."""
 
 
 class FirstChunk(Struct, frozen=True, gc=False):

@@ -32,6 +32,7 @@ _TRAILERS: Final[Effects] = (TrailersReply(Side.RESPONSE),)
 # Members of enumerations are looked up once: in Python 3.11 that takes longer than a call.
 _MODE_NONE: Final = BodyMode.NONE
 _DUPLEX: Final = BodyMode.FULL_DUPLEX_STREAMED
+_STREAMED: Final = BodyMode.STREAMED
 _RESPONSE: Final = Side.RESPONSE
 _RESPONSE_BODY: Final = LearnedOn.RESPONSE_BODY
 _UNEXPECTED: Final[Effects] = (Report(Anomaly.UNEXPECTED_MESSAGE),)
@@ -80,7 +81,8 @@ class ResponseHalf:
         self._status = event.status
         effects = _HEADERS
         if self.routed:
-            effects += (Answered(event.status, event.headers),)
+            follows = not event.end_of_stream and (self.mode is _DUPLEX or self.mode is _STREAMED)
+            effects += (Answered(event.status, event.headers, follows),)
         if event.end_of_stream:
             self._over = True
             return effects + self.finish(_RESPONSE_BODY)

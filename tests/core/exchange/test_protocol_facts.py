@@ -432,7 +432,7 @@ def test_a_routed_request_tells_once_that_it_is_answered_and_that_its_body_began
     assert exchange.receive(ResponseHeaders(103)) == (HeadersReply(Side.RESPONSE),)
     headers = {"content-type": b"text/event-stream"}
     answered = exchange.receive(ResponseHeaders(200, headers=headers))
-    assert answered == (HeadersReply(Side.RESPONSE), Answered(200, headers))
+    assert answered == (HeadersReply(Side.RESPONSE), Answered(200, headers, body_follows=True))
     assert exchange.receive(ResponseBody(b"")) == ()
     assert FirstChunk() in exchange.receive(ResponseBody(b"data: 1"))
     assert FirstChunk() not in exchange.receive(ResponseBody(b"data: 2"))
