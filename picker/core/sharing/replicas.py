@@ -44,6 +44,8 @@ MOST_PICKERS = 64
 MOST_PICKS = 200_000
 """Requests of one other picker."""
 EVENTS_PER_BATCH = 2_000
+MOST_TOLD = 4 * 1024 * 1024
+"""Bytes in one message of what producers say of picks, so that it stays within what is read."""
 
 
 class Heard(StrEnum):
@@ -115,8 +117,11 @@ class Replicas:
         self._number = 0
         self._sequence = 0
         self._told_at = -ALIVE_SECONDS
-        self._messages: deque[Message] = deque()
-        self._known: deque[Iterator[Known]] = deque()
+        self._asks: deque[Ask] = deque()
+        self._asked = False
+        """Whether somebody waits for what we have on its way."""
+        self._known: dict[str, Iterator[Known]] = {}
+        """What is left to tell of prompts, by who asked."""
         self._warm = False
 
     @property
@@ -172,21 +177,25 @@ class Replicas:
     @property
     def pending(self) -> bool:
         """Whether there is something to tell, but for being alive."""
-        return bool(self._events or self._messages or self._known)
+        return bool(self._events or self._asked or self._asks or self._known)
 
     def flush(self, now: float) -> list[bytes]:
         """The messages that are due."""
         out: list[bytes] = []
         while self._events:
-            events, self._events = self._events[:EVENTS_PER_BATCH], self._events[EVENTS_PER_BATCH:]
-            out.append(self._batch(tuple(events), now))
-        while self._messages:
-            out.append(encode(self._messages.popleft()))
+            out.append(self._batch(self._next_events(), now))
+        if self._asked:
+            # Right after the batch that it is as of: the next one has to come later, or everybody sees a gap.
+            self._asked = False
+            out.append(encode(OnItsWay(self.name, self._sequence, self._on_its_way())))
+        while self._asks:
+            out.append(encode(self._asks.popleft()))
         if self._known:
             # Slowly: what is known of prompts can be many megabytes, and what happens now comes first.
-            known = next(self._known[0], None)
+            to, pieces = next(iter(self._known.items()))
+            known = next(pieces, None)
             if known is None:
-                self._known.popleft()
+                del self._known[to]
             else:
                 out.append(encode(known))
         if not out and now - self._told_at >= ALIVE_SECONDS:
@@ -196,6 +205,27 @@ class Replicas:
     def leave(self) -> bytes:
         """The last message."""
         return encode(Leaving(self.name))
+
+    def _next_events(self) -> tuple[Event, ...]:
+        """Take as many of the events that wait as one batch may have."""
+        room, count = MOST_TOLD, 0
+        for event in self._events[:EVENTS_PER_BATCH]:
+            if type(event) is Picked:
+                room -= _told(event)
+                if room < 0 and count:
+                    break
+            count += 1
+        events, self._events = self._events[:count], self._events[count:]
+        return tuple(events)
+
+    def _on_its_way(self) -> tuple[Picked, ...]:
+        """Our requests on their way. Prompts of the last ones only, where those of all are too long for one message."""
+        room = MOST_TOLD
+        picks = []
+        for pick in reversed(self._open.values()):
+            room -= _told(pick)
+            picks.append(pick if room >= 0 else Picked(pick.number, pick.address, pick.tokens))
+        return tuple(reversed(picks))
 
     def _batch(self, events: tuple[Event, ...], now: float) -> bytes:
         self._sequence += 1
@@ -314,14 +344,9 @@ class Replicas:
         return Heard.TAKEN
 
     def _answer(self, ask: Ask) -> None:
-        # Events that wait are part of the answer, so they go out before it and with a number of their own.
-        if self._events:
-            events, self._events = tuple(self._events), []
-            self._sequence += 1
-            self._messages.append(Batch(self.name, self._sequence, events))
-        self._messages.append(OnItsWay(self.name, self._sequence, tuple(self._open.values())))
-        if ask.warm:
-            self._known.append(self._all_known(ask.sender))
+        self._asked = True
+        if ask.warm and ask.sender not in self._known and len(self._known) < MOST_PICKERS:
+            self._known[ask.sender] = self._all_known(ask.sender)
         self.wake()
 
     def _all_known(self, to: str) -> Iterator[Known]:
@@ -349,7 +374,7 @@ class Replicas:
 
     def _ask(self, name: str, peer: _Peer, now: float) -> None:
         peer.asked_at = now
-        self._messages.append(Ask(self.name, name, peer.warm))
+        self._asks.append(Ask(self.name, name, peer.warm))
         self.wake()
 
     def _drop(self, name: str, now: float) -> None:
@@ -368,3 +393,8 @@ class Replicas:
 
     def _producers(self) -> dict[str, Producer]:
         return {producer.name: producer for producer in self._director.scheduler.producers}
+
+
+def _told(pick: Picked) -> int:
+    """Bytes of what producers say of it."""
+    return sum(len(told) for _, told in pick.shared)

@@ -206,6 +206,58 @@ def test_whatever_is_lost_they_agree_afterwards(steps):
         assert queued == pytest.approx([0] * len(queued), abs=0.01)
 
 
+def test_one_lost_message_under_load_costs_one_question():
+    fleet = Fleet(4)
+    fleet.tick()
+
+    def send():
+        for number in fleet.pickers:
+            fleet.send(number, f"{number} {fleet.now}" * 50)
+
+    def tick():
+        # Requests come while messages do: between a question and its answer, too.
+        fleet.now += 0.01
+        for number, director in fleet.pickers.items():
+            messages = director.sharing.flush(fleet.now)
+            send()
+            for message in messages:
+                for other, receiver in fleet.pickers.items():
+                    if (number, other) not in fleet.lost:
+                        receiver.sharing.receive(message, fleet.now)
+
+    tick()
+    fleet.lost = {(0, 1)}
+    tick()
+    fleet.lost = set()
+    for _ in range(8):
+        tick()
+    assert [director.sharing.gaps for director in fleet.pickers.values()] == [0, 1, 0, 0]
+    fleet.tick()
+    assert fleet.load(0)[0] == fleet.load(1)[0] == fleet.load(2)[0]
+
+
+def test_prompts_too_long_for_one_message_are_told_in_several_and_answers_leave_out_the_oldest(monkeypatch):
+    monkeypatch.setattr("picker.core.sharing.replicas.MOST_TOLD", 5_000)
+    monkeypatch.setattr("picker.core.sharing.messages.MOST_BYTES", 10_000)
+    fleet = Fleet(2)
+    fleet.tick()
+    prompts = [f"{number:02d}" * 20_000 for number in range(20)]  # 600 bytes each as hashes
+    for prompt in prompts:
+        fleet.send(0, prompt)
+    fleet.tick()
+    receiver = fleet.pickers[1].sharing
+    assert receiver.remote_requests == 20
+    fleet.start(2)
+    for _ in range(30):
+        fleet.tick(0.05)
+    newcomer = fleet.pickers[2].sharing
+    assert newcomer.settled
+    assert newcomer.remote_requests == 20
+    assert newcomer.heard[Heard.MALFORMED] == receiver.heard[Heard.MALFORMED] == 0
+    assert max(fleet.matched(2, prompts[-1])) > 0
+    assert fleet.load(2) == fleet.load(0)
+
+
 @given(st.binary(max_size=100))
 def test_nothing_that_comes_in_does_harm(data):
     fleet = Fleet(1)
