@@ -186,11 +186,13 @@ class Picker:
         logger.info("The picker is up", **self.ports, endpoints=len(self._director.table))
 
     async def stop(self) -> None:
-        """Leave rotation, let open streams finish for `drainSeconds`, then stop."""
+        """Leave rotation, let open streams finish for `drainSeconds`, then stop. Nobody waits for room meanwhile."""
         listen = self._config.listen
         logger.info("The picker is draining", open_streams=self._service.open_streams, seconds=listen.drain_seconds)
         self._not_ready = "draining"
         self._health.set_ready(False)
+        if self._service.gate is not None:
+            self._service.gate.open()
         await asyncio.sleep(min(listen.leave_seconds, listen.drain_seconds))
         await self._server.close(listen.drain_seconds)
         for task in (self._watching, self._discovery, self._scraping):

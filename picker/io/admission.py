@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable
+
+import msgspec
 
 from picker.core.admission.saturation import flow_of, priority_of, saturation
 from picker.core.admission.settings import AdmissionSettings
@@ -46,8 +48,8 @@ class Gate:
     def __init__(self, director: Director, settings: AdmissionSettings) -> None:
         self._director = director
         self._line = WaitingLine(settings.queue.max_requests, settings.queue.max_bytes)
-        self._entries: dict[Waiter, Entry] = {}
-        self._by_age: deque[Entry] = deque()
+        self._entries: OrderedDict[Waiter, Entry] = OrderedDict()
+        """Of those that wait and nobody else, oldest first: an entry keeps the body of its request."""
         self._timer: asyncio.TimerHandle | None = None
         self._room_until = 0.0
         """Until then requests are admitted without another look."""
@@ -57,10 +59,17 @@ class Gate:
         self.configure(settings)
 
     def configure(self, settings: AdmissionSettings) -> None:
-        """Take other settings over. Who waits, waits on."""
+        """Take other settings over. Who waits, waits on while there is a queue, and else is sent on, as those to come."""
         self.settings = settings
         self._line.max_requests = settings.queue.max_requests
         self._line.max_bytes = settings.queue.max_bytes
+        if not settings.queue.enabled:
+            self._look_later()
+
+    def open(self) -> None:
+        """Let nobody wait any more."""
+        queue = msgspec.structs.replace(self.settings.queue, enabled=False)
+        self.configure(msgspec.structs.replace(self.settings, queue=queue))
 
     @property
     def waiting(self) -> int:
@@ -101,7 +110,6 @@ class Gate:
             return Left.DISPLACED
         entry = Entry(self, waiter, now, left)
         self._entries[waiter] = entry
-        self._by_age.append(entry)
         self._look_later()
         return entry
 
@@ -131,16 +139,16 @@ class Gate:
 
     def _admit_and_expire(self, now: float) -> None:
         for _ in range(_ADMITTED_AT_ONCE):
-            if self.saturation() >= 1 or (waiter := self._line.take()) is None:
+            if self.settings.queue.enabled and self.saturation() >= 1:
+                break
+            if (waiter := self._line.take()) is None:
                 break
             self.waited_seconds += now - self._entries[waiter].since
             self._tell(waiter, Left.ADMITTED)
-        by_age = self._by_age
         # The settings may have changed meanwhile, so that a later one can have an earlier deadline: it goes a little later.
-        while by_age and (by_age[0].waiter not in self._entries or by_age[0].waiter.deadline <= now):
-            waiter = by_age.popleft().waiter
-            if self._line.leave(waiter):
-                self._tell(waiter, Left.EXPIRED)
+        while self._entries and (oldest := next(iter(self._entries))).deadline <= now:
+            self._line.leave(oldest)
+            self._tell(oldest, Left.EXPIRED)
 
     def _tell(self, waiter: Waiter, left: Left) -> None:
         entry = self._entries.pop(waiter)

@@ -84,3 +84,17 @@ async def test_who_waits_in_vain_is_told_and_who_leaves_gives_its_place_back(
     assert metrics("admission_total", outcome="cancelled") == 1
     assert metrics("admission_total", outcome="expired") == 1
     assert sum(engine.requests for engine in engines) == 0
+
+
+@pytest.mark.parametrize("template", Template)
+async def test_a_picker_that_drains_sends_on_who_waits(start_picker, start_envoy_here, start_engines, template):
+    engines, picker, envoy = await saturated(start_picker, start_envoy_here, start_engines, template, maxSeconds=30)
+    waiting = [asyncio.create_task(send(envoy.port, chat(f"waits {n}"))) for n in range(5)]
+
+    async def all_wait():
+        return (await picker.metrics())("admission_waiting") == 5
+
+    await until(all_wait)
+    assert await picker.stop() == 0
+    assert [answer.status for answer in await asyncio.gather(*waiting)] == [200] * 5
+    assert sum(engine.requests for engine in engines) == 5

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import time
+import weakref
 
 import pytest
 
@@ -56,6 +58,42 @@ async def test_without_a_queue_only_the_sheddable_are_stopped():
     rig.gate.configure(AdmissionSettings(objectives={"batch": -1}))
     assert rig.enter("a") is Left.ADMITTED
     assert rig.enter("b", "batch") is Left.DISPLACED
+
+
+@pytest.mark.parametrize("how", ["open", "configure"])
+async def test_without_a_queue_any_more_who_waits_is_sent_on(how):
+    rig = Rig()
+    for number in range(40):
+        rig.enter(number)
+    if how == "open":
+        rig.gate.open()
+    else:
+        rig.gate.configure(AdmissionSettings())
+    async with asyncio.timeout(5):
+        while len(rig.told) < 40:
+            await asyncio.sleep(0.005)
+    assert rig.told == [(number, Left.ADMITTED) for number in range(40)]
+    assert rig.enter("after") is Left.ADMITTED
+    assert rig.gate.waiting == 0
+
+
+async def test_nothing_is_kept_of_those_who_no_longer_wait():
+    rig = Rig()
+    rig.enter("waits on")
+    kept = []
+
+    def enter():
+        def left(_left):
+            pass
+
+        kept.append(weakref.ref(left))
+        return rig.gate.enter(Decide({}, b"x" * 1000, BodyState.COMPLETE, None, None), left)
+
+    for _ in range(100):
+        enter().cancel()
+    gc.collect()
+    assert [left() for left in kept] == [None] * 100
+    assert rig.gate.waiting == 1
 
 
 async def test_those_who_wait_are_admitted_by_priority_and_flows_take_turns():
