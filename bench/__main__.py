@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from bench import affinity, decision, extproc, kv, sessions, sharing
+from bench import affinity, decision, extproc, kv, policies, sessions, sharing
 from bench.report import Row, print_json, print_table
 
 
@@ -19,6 +19,7 @@ _BENCHMARKS = {
     "kv": kv.run,
     "sessions": _sessions,
     "sharing": sharing.run,
+    "policies": policies.run,
 }
 
 

@@ -86,7 +86,6 @@ async def picker(
         plugins.append({"name": "kvcache-aware", "args": local})
     score = [{"name": name, "weight": 1} for name in scorers]
     config = {
-        "listen": {"extproc": "127.0.0.1:0", "admin": "127.0.0.1:0", "http": "127.0.0.1:0", "leaveSeconds": 0},
         "endpoints": {"static": static},
         "scheduler": {
             "pluginConfig": plugins,
@@ -95,8 +94,16 @@ async def picker(
         "predict": {"listen": "127.0.0.1:0", "requestsPerSecond": 100_000},
         "exchange": {"learnUsage": "from-body" if learn_usage else "off"},
         "scrape": {"intervalSeconds": scrape_seconds},
-        "log": {"format": "json"},
     }
+    async with picker_process(config) as server:
+        yield server
+
+
+@asynccontextmanager
+async def picker_process(config: dict[str, Any]) -> AsyncIterator[Server]:
+    """`picker serve` with a configuration, on any free ports of loopback."""
+    ports = {"extproc": "127.0.0.1:0", "admin": "127.0.0.1:0", "http": "127.0.0.1:0", "leaveSeconds": 0}
+    config = {**config, "listen": ports, "log": {"format": "json"}}
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         json.dump(config, file)  # JSON is YAML, too
         file.flush()
