@@ -34,8 +34,6 @@ _BURSTS = 10
 class Told(Struct, frozen=True):
     """One picker tells another of its requests: microseconds of CPU for each request, and milliseconds of lag."""
 
-    alone: float
-    """What a request costs without sharing."""
     told: float
     heard: float
     lags: list[float]
@@ -58,14 +56,12 @@ def _cost_rows(what: str, rounds: list[Told]) -> list[Row]:
     percentiles = [quantiles(one.lags, n=100) for one in rounds]
     p50, p99 = median(one[49] for one in percentiles), median(one[98] for one in percentiles)
     told, heard = median(one.told for one in rounds), median(one.heard for one in rounds)
-    alone = median(one.alone for one in rounds)
     measured = f"{_RATE} requests/s, batches of 10 ms"
-    beside = f"{measured}; the request itself {alone:.0f} us"
     return [
         Row(f"sharing, {what}: from pick to known, p50", measured, p50, "ms", 30.0),
         Row(f"sharing, {what}: from pick to known, p99", measured, p99, "ms", 50.0),
-        Row(f"sharing, {what}: CPU per request, told", beside, told, "us", 30.0),
-        Row(f"sharing, {what}: CPU per request, heard", beside, heard, "us", 30.0),
+        Row(f"sharing, {what}: CPU per request, told", measured, told, "us", 30.0),
+        Row(f"sharing, {what}: CPU per request, heard", measured, heard, "us", 30.0),
     ]
 
 
@@ -78,7 +74,7 @@ async def _costs(size: int, producer: str) -> list[Told]:
                 _picker(port, _RATE, size, producer), _picker(port, 0, size, producer)
             )
             told = telling["microseconds"] - alone["microseconds"]
-            rounds.append(Told(alone["microseconds"], told, hearing["microseconds"], hearing["lags"]))
+            rounds.append(Told(told, hearing["microseconds"], hearing["lags"]))
     return rounds
 
 

@@ -13,6 +13,7 @@ import struct
 import sys
 import time
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 import uvloop
@@ -20,19 +21,20 @@ import uvloop
 from bench.bodies import Bodies
 from picker.core.director import Director
 from picker.core.endpoints import Endpoint, EndpointTable
-from picker.core.exchange.effects import BodyState, Decide, Finish, LearnedOn
+from picker.core.exchange.effects import BodyState, Decide
 from picker.core.plugins.profiles import PROFILES, ProfileName
 from picker.core.plugins.registry import SchedulerSpec, build_scheduler
 from picker.core.scheduling.api import Candidates, MatchInfo, Request, Rng
+from picker.core.scheduling.decision import Decision
 from picker.core.scheduling.scheduler import Scheduler
-from picker.core.tickets import PrefillSignal, Ticket
+from picker.core.tickets import Sharing
 from picker.core.usage import Usage
 from picker.io.kv_index.redis_connection import RedisSettings
 from picker.io.sharing.picks import SharedPicks
 
 _ENDPOINTS = 8
 _HEADERS = {":method": b"POST", ":path": b"/v1/chat/completions", "content-type": b"application/json"}
-_GOOD = Finish(success=True, learned_on=LearnedOn.RESPONSE_BODY, status=200, served=None)
+_DECISIONS = 2000
 _PREFILL_SECONDS = 0.05
 _REQUEST_SECONDS = 0.2
 _SETTLE_SECONDS = 1.0
@@ -82,25 +84,35 @@ def _director(producer: str, stopwatch: Stopwatch) -> Director:
     return director
 
 
-async def _requests(director: Director, rate: float, seconds: float, size: int) -> int:
+def _decisions(director: Director, size: int) -> list[Decision]:
+    """Decisions that are made before time is taken, so that only sharing is measured."""
+    bodies = Bodies(size)
+    return [director.decide(Decide(_HEADERS, bodies.next(), BodyState.COMPLETE, None, None)) for _ in range(_DECISIONS)]
+
+
+async def _requests(decisions: Sequence[Decision], sharing: Sharing | None, rate: float, seconds: float) -> int:
     """Poisson arrivals; each is computed after 50 ms and over after 200 ms."""
-    bodies, rng, sent = Bodies(size), random.Random(2), 0
-    running: deque[tuple[float, Ticket]] = deque()
-    computing: deque[tuple[float, Ticket]] = deque()
+    rng, sent = random.Random(2), 0
+    running: deque[tuple[float, int, str]] = deque()
+    computing: deque[tuple[float, int]] = deque()
     due = time.monotonic()
     until = due + seconds
     while due < until:
         await asyncio.sleep(max(due - time.monotonic(), 0))
         now = time.monotonic()
-        asked = Decide(_HEADERS, bodies.next(), BodyState.COMPLETE, None, None)
-        ticket = director.route(director.decide(asked))
+        decision = decisions[sent % len(decisions)]
+        number = 0 if sharing is None else sharing.picked(decision)
         sent += 1
-        computing.append((now + _PREFILL_SECONDS, ticket))
-        running.append((now + _REQUEST_SECONDS, ticket))
+        computing.append((now + _PREFILL_SECONDS, number))
+        running.append((now + _REQUEST_SECONDS, number, decision.destinations[0]))
         while computing and computing[0][0] < now:
-            computing.popleft()[1].prefilled(director.now(), PrefillSignal.RESPONSE_BODY)
+            _, number = computing.popleft()
+            if sharing is not None:
+                sharing.prefilled(number)
         while running and running[0][0] < now:
-            running.popleft()[1].finish(_GOOD)
+            _, number, served = running.popleft()
+            if sharing is not None:
+                sharing.ended(number, served)
         due += rng.expovariate(rate)
     return sent
 
@@ -118,9 +130,10 @@ async def _run(port: int, rate: float, seconds: float, size: int, producer: str)
     sent = 0
     if rate:
         await asyncio.sleep(_SETTLE_SECONDS)
-        await _requests(director, rate, 1.0, size)  # what is new in the first second is not later
+        decisions = _decisions(director, size)
+        await _requests(decisions, director.sharing, rate, 1.0)  # what is new in the first second is not later
         began = time.process_time()
-        sent = await _requests(director, rate, seconds, size)
+        sent = await _requests(decisions, director.sharing, rate, seconds)
         used = time.process_time() - began
     else:
         began, heard = time.process_time(), len(stopwatch.lags)

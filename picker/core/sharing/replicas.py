@@ -33,8 +33,8 @@ from picker.core.tickets import Load
 
 ALIVE_SECONDS = 0.25
 """A picker with nothing to tell says so this often."""
-GONE_SECONDS = 1.0
-"""A picker that is silent for so long is gone."""
+GONE_SECONDS = 0.9
+"""A picker that is silent for so long is gone: within a second, since `expire` is not called all the time."""
 ASK_AGAIN_SECONDS = 1.0
 MOST_EVENTS = 50_000
 """Events that wait to be told; more are dropped, and others notice the gap."""
