@@ -11,10 +11,11 @@ import random
 from collections.abc import Callable
 from contextlib import suppress
 
+import hiredis
 import structlog
 
 from picker.core.director import Director
-from picker.core.sharing.replicas import ALIVE_SECONDS, Replicas
+from picker.core.sharing.replicas import ALIVE_SECONDS, Heard, Replicas
 from picker.io.kv_index.backoff import Backoff
 from picker.io.kv_index.redis_connection import RedisConnection, RedisSettings, RedisUnavailableError
 from picker.io.sharing.subscription import Subscription
@@ -23,6 +24,8 @@ logger = structlog.get_logger(__name__)
 
 _MOST_UNANSWERED = 64
 """Publications that Redis has not answered. With more, events wait with us, where they are counted and bounded."""
+_SILENT_SECONDS = 5.0
+"""We hear ourselves, too. Without that for so long, what looks like a connection is none."""
 _EXPIRE_SECONDS = 0.1
 _WARM_SECONDS = 2.0
 """A picker that starts waits at most so long to hear what others know."""
@@ -51,7 +54,11 @@ class SharedPicks:
         self._channel = channel
         self._batch_seconds = batch_seconds
         self._backoff = Backoff(0.1, 5.0, jitter)
-        self._said = ""
+        self._said: str | None = ""
+        """Why picks are not shared, as it was logged; None while they are."""
+        self._refused = ""
+        """What Redis said in the place of taking our messages."""
+        self._own_at = 0.0
         self._unanswered: set[asyncio.Future[list[object]]] = set()
         self._began = director.now()
         self._woken = asyncio.Event()
@@ -95,11 +102,13 @@ class SharedPicks:
             subscription.close()
             raise
         self.connects += 1
-        self._said = ""
-        self._backoff.reset()
-        logger.info("Picks are shared", channel=self._channel, name=self.replicas.name)
+        self._refused = ""
+        self._own_at = self._director.now()
         try:
-            while not (subscription.closed.is_set() or publisher.closed.is_set()):
+            while not (subscription.closed.is_set() or publisher.closed.is_set() or self._refused):
+                if self._director.now() - self._own_at > _SILENT_SECONDS:
+                    self._refused = f"our own messages did not come back for {_SILENT_SECONDS:g} s"
+                    break
                 self._publish(publisher)
                 await asyncio.sleep(self._batch_seconds)
                 await self._until_pending()
@@ -110,7 +119,8 @@ class SharedPicks:
             subscription.close()
             publisher.close()
             self._unanswered.clear()
-        raise RedisUnavailableError(f"Redis at {self._redis.host}:{self._redis.port}: the connection broke")
+        reason = self._refused or "the connection broke"
+        raise RedisUnavailableError(f"Redis at {self._redis.host}:{self._redis.port}: {reason}")
 
     async def _until_pending(self) -> None:
         """Wait for something to tell. So what comes after a pause is told at once, and what follows it in batches."""
@@ -121,7 +131,13 @@ class SharedPicks:
                     await self._woken.wait()
 
     def _receive(self, data: bytes) -> None:
-        self.replicas.receive(data, self._director.now())
+        now = self._director.now()
+        if self.replicas.receive(data, now) is Heard.OWN:
+            self._own_at = now
+            if self._said is not None:
+                self._said = None
+                self._backoff.reset()
+                logger.info("Picks are shared", channel=self._channel, name=self.replicas.name)
 
     def _publish(self, publisher: RedisConnection) -> None:
         if len(self._unanswered) >= _MOST_UNANSWERED:
@@ -141,6 +157,8 @@ class SharedPicks:
             if isinstance(reply, int):
                 self.published += 1
                 self.listeners = reply
+            elif isinstance(reply, hiredis.ReplyError):
+                self._refused = str(reply)
 
     async def _say_goodbye(self, publisher: RedisConnection) -> None:
         try:

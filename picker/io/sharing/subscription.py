@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from picker.io.kv_index.redis_connection import RedisConnection, RedisSettings
+import hiredis
+
+from picker.io.kv_index.redis_connection import RedisConnection, RedisSettings, RedisUnavailableError
 
 
 class Subscription(RedisConnection):
@@ -21,8 +24,19 @@ class Subscription(RedisConnection):
         connection = await cls.open(settings)
         assert isinstance(connection, Subscription)  # noqa: S101  open makes what it is called on
         connection.on_message = on_message
-        await connection.ask([("SUBSCRIBE", channel)])
+        try:
+            async with asyncio.timeout(settings.connect_timeout):
+                await connection._subscribe(channel)  # noqa: SLF001  of its own kind
+        except (TimeoutError, RedisUnavailableError) as error:
+            connection.close()
+            reason = str(error) or "timed out"
+            raise RedisUnavailableError(f"Redis at {settings.host}:{settings.port}: {reason}") from error
         return connection
+
+    async def _subscribe(self, channel: str) -> None:
+        (reply,) = await self.ask([("SUBSCRIBE", channel)])
+        if isinstance(reply, hiredis.ReplyError):
+            raise RedisUnavailableError(str(reply))
 
     def _take(self, reply: Any) -> None:
         match reply:
