@@ -136,7 +136,7 @@ async def _run(port: int, rate: float, seconds: float, size: int, producer: str)
         sent = await _requests(decisions, director.sharing, rate, seconds)
         used = time.process_time() - began
     else:
-        began, heard = time.process_time(), len(stopwatch.lags)
+        began = time.process_time()
         await asyncio.sleep(_SETTLE_SECONDS)
         idle = time.process_time() - began
         await asyncio.sleep(1.0)
@@ -144,8 +144,7 @@ async def _run(port: int, rate: float, seconds: float, size: int, producer: str)
         began = time.process_time()
         await asyncio.sleep(seconds)
         used = time.process_time() - began - idle * seconds / _SETTLE_SECONDS
-        heard = len(stopwatch.lags)
-        sent = heard
+        sent = len(stopwatch.lags)
     if task is not None:
         await asyncio.sleep(0.1)
         task.cancel()
