@@ -32,6 +32,7 @@ from picker.core.director import Director
 from picker.core.endpoints import Endpoint, EndpointTable
 from picker.core.exchange.conformance import ConformanceExchange
 from picker.core.exchange.machine import Exchange
+from picker.core.headers import CLIENT_FORBIDDEN
 from picker.core.models import Rewrites
 from picker.core.plugins.registry import build_scheduler
 from picker.io.admin import AdminServer
@@ -333,6 +334,7 @@ def _extproc_settings(config: Config) -> ExtProcSettings:
         mode_grace_seconds=exchange.mode_grace_seconds,
         retry_after_seconds=exchange.retry_after_seconds,
         learn_usage=exchange.learn_usage is LearnUsage.FROM_BODY,
+        control_headers=CLIENT_FORBIDDEN | {config.scheduler.disaggregation.header},
         exchange=_state_machine(config),
     )
 

@@ -239,6 +239,9 @@ def _bounded(info: IntType | FloatType, value: float, path: str, findings: Findi
 def _text(info: StrType, data: object, path: str, findings: Findings, remedy: str) -> Any:
     if not isinstance(data, str):
         return _wrong(path, "text", data, findings)
+    if info.min_length is not None and len(data) < info.min_length:
+        findings.add(path, "is empty" if not data else f"must have at least {info.min_length} characters", data, remedy)
+        return None
     if info.max_length is not None and len(data) > info.max_length:
         findings.add(path, f"must have at most {info.max_length} characters, and has {len(data)}", data, remedy)
         return None

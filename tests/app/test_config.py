@@ -220,6 +220,39 @@ def test_what_is_none_of_the_choices_hears_them_once():
     assert problems("log: {level: loud}") == ['log.level: "loud": is none of debug, info, warning, error']
 
 
+@pytest.mark.parametrize(
+    ("document", "problem"),
+    [
+        ("admission: {objectiveHeaders: ['X Tier']}", 'admission.objectiveHeaders[0]: "X Tier": is not the name'),
+        ("admission: {fairnessHeaders: ['']}", 'admission.fairnessHeaders[0]: "": is not the name'),
+        ("admission: {priorityHeader: 5}", "admission.priorityHeader: 5: is not the name"),
+        (f"admission: {{priorityHeader: {'x' * 128}}}", "is not the name"),
+        ("scheduler: {disaggregation: {header: ''}}", 'scheduler.disaggregation.header: "": is not the name'),
+        ("scheduler: {disaggregation: {header: ':path'}}", 'scheduler.disaggregation.header: ":path": is not the name'),
+        ("scheduler: {disaggregation: {header: Content-Length}}", "has a meaning of its own"),
+        ("scheduler: {disaggregation: {header: X-Gateway-Destination-Endpoint}}", "has a meaning of its own"),
+        ("models: {rewrites: [{name: '', targets: [{model: b}]}]}", 'models.rewrites[0].name: "": is empty'),
+        (
+            "models: {rewrites: [{name: a, targets: [{model: ''}]}]}",
+            'models.rewrites[0].targets[0].model: "": is empty',
+        ),
+    ],
+)
+def test_names_that_cannot_be_are_refused(document: str, problem: str):
+    (found,) = problems(ADDRESS + document)
+    assert problem in found
+
+
+def test_names_of_headers_are_found_however_they_are_written():
+    config = load(
+        ADDRESS + "admission: {objectiveHeaders: [X-Tier], priorityHeader: X-Priority}\n"
+        "scheduler: {disaggregation: {header: X-Prefill-At}}"
+    ).config
+    assert config.admission.objective_headers == ("x-tier",)
+    assert config.admission.priority_header == "x-priority"
+    assert config.scheduler.disaggregation.header == "x-prefill-at"
+
+
 @pytest.mark.parametrize("document", ["", "# nothing\n", "---\n", "null"])
 def test_a_document_without_content_is_refused(document: str):
     assert problems(document) == ["is empty; write {} for the defaults"]

@@ -133,6 +133,10 @@ def test_pairs_stay_within_a_group():
     decision = decide(lonely)
     assert decision.prefill_place is PrefillPlace.NO_ENDPOINT
     assert decision.destinations == ("10.0.0.1:8000",)
+    # Without the label an endpoint is in no group: neither in another's, nor in one of all such.
+    for labels in ({"group": "a"}, {}), ({}, {"group": "a"}), ({}, {}):
+        lonely = fleet({**labels[0], "pd": "p"}, {**labels[1], "pd": "d"}, settings=settings)
+        assert decide(lonely).prefill_place is PrefillPlace.NO_ENDPOINT
 
 
 def test_the_subset_of_the_gateway_holds_for_both():

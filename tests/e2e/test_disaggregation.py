@@ -13,8 +13,9 @@ from picker.app.envoy import Template, bootstrap
 from picker.sim.config import EngineSimConfig
 from picker.sim.launch import start_engine
 from picker.sim.limits import StepCost
+from tests.support.bodies import chat
 from tests.support.http_client import send
-from tests.support.picker_process import until
+from tests.support.picker_process import over, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -99,3 +100,20 @@ async def test_without_a_prefill_engine_decode_does_it_all(fleet):
     assert answer.status == 200
     assert sum(total(engines, "requests")[:2]) == 0
     assert sum(total(engines, "transferred_tokens")) == 0
+
+
+@pytest.mark.parametrize("template", Template)
+async def test_clients_do_not_name_the_prefill_endpoint_in_a_header_of_another_name(
+    start_picker, start_envoy_here, start_engines, template
+):
+    engines = await start_engines(2)
+    config = over(engines, scheduler={"disaggregation": {"header": "X-Prefill-At"}})
+    for entry, role in zip(config["endpoints"]["static"], ("prefill", "decode"), strict=True):
+        entry["labels"] = {"llm-d.ai/role": role}
+    picker = await start_picker(config)
+    envoy = await start_envoy_here(bootstrap(template, picker=picker.address, endpoints=[engines[1].address]))
+    for tag, prompt, told in (("short", "hello", []), ("long", "hello " * 4000, [engines[0].address])):
+        headers = [("x-tag", tag), ("X-Prefill-At", "6.6.6.6:1"), ("x-prefiller-host-port", "6.6.6.6:1")]
+        assert (await send(envoy.port, chat(prompt), headers=headers)).status == 200
+        assert engines[1].seen[tag].all("x-prefill-at") == told
+        assert engines[1].seen[tag].all("x-prefiller-host-port") == []

@@ -7,6 +7,8 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from picker.core.headers import HeaderName, OptionalHeaderName
+
 
 class QueueSettings(Struct, frozen=True, rename="camel"):
     """A queue in front of a saturated pool."""
@@ -32,13 +34,13 @@ class AdmissionSettings(Struct, frozen=True, rename="camel"):
     """An endpoint with so many tokens to compute, by our own count, is saturated."""
     objectives: Mapping[str, int] = {}
     """Priority of requests by the objective that they name. Below 0 is sheddable: answered with 429 while saturated."""
-    objective_headers: tuple[str, ...] = ("x-gateway-inference-objective", "x-llm-d-inference-objective")
+    objective_headers: tuple[HeaderName, ...] = ("x-gateway-inference-objective", "x-llm-d-inference-objective")
     """Request headers that name the objective; the first that is there counts."""
-    priority_header: str = ""
+    priority_header: OptionalHeaderName = ""
     """A request header with the priority itself, a whole number; for gateways that set it. Empty for none."""
     default_priority: int = 0
     """Priority of requests without an objective, and of those whose objective is not listed."""
-    fairness_headers: tuple[str, ...] = ("x-gateway-inference-fairness-id", "x-llm-d-inference-fairness-id")
+    fairness_headers: tuple[HeaderName, ...] = ("x-gateway-inference-fairness-id", "x-llm-d-inference-fairness-id")
     """Request headers that name the flow a request belongs to; flows of one priority take turns."""
     queue: QueueSettings = QueueSettings()
     """A queue in front of a saturated pool."""

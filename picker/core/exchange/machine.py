@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -74,12 +75,6 @@ _NO_TUNNEL: Final = Immediate(405, b"", details="picker_no_tunnel")
 _NO_HEADERS: Final[Mapping[str, bytes]] = MappingProxyType({})
 
 
-def _control_headers(headers: Mapping[str, bytes]) -> tuple[str, ...]:
-    if headers.keys().isdisjoint(CLIENT_FORBIDDEN):
-        return ()
-    return tuple(name for name in headers if name in CLIENT_FORBIDDEN)
-
-
 class Exchange:
     """One ext_proc stream: `receive` takes what happened, `decided` the outcome of a `Decide`; both return effects.
 
@@ -87,7 +82,7 @@ class Exchange:
     `max_body_bytes` bounds what full duplex keeps of a request body before the decision is made without the rest (until
     it is made, more may come: the caller's deadline for decisions bounds that). `assumed_request_body` is the mode where
     Envoy does not say it; None tells it by evidence within `mode_grace_seconds`. `wants_response_body` asks an Envoy that
-    would send no response body to send it in pieces.
+    would send no response body to send it in pieces. `control_headers` are those that are taken from clients.
     """
 
     __slots__ = (
@@ -95,6 +90,7 @@ class Exchange:
         "_body_over",
         "_chunks",
         "_control",
+        "_control_names",
         "_destination_sent",
         "_headers",
         "_max_body_bytes",
@@ -119,6 +115,7 @@ class Exchange:
         assumed_request_body: BodyMode | None = None,
         mode_grace_seconds: float = 0.02,
         wants_response_body: bool = False,
+        control_headers: AbstractSet[str] = CLIENT_FORBIDDEN,
     ) -> None:
         self._max_body_bytes = max_body_bytes
         self._assumed_request_body = assumed_request_body
@@ -127,6 +124,7 @@ class Exchange:
         self.state = _START
         self._headers = _NO_HEADERS
         self._control: tuple[str, ...] = ()
+        self._control_names = control_headers
         self._subset: tuple[str, ...] | None = None
         self._mode: BodyMode | None = None
         self._mode_guessed = False
@@ -179,9 +177,13 @@ class Exchange:
 
     # Request headers
 
+    def _control_in(self, headers: Mapping[str, bytes]) -> tuple[str, ...]:
+        names = self._control_names
+        return () if headers.keys().isdisjoint(names) else tuple(name for name in headers if name in names)
+
     def _open(self, event: RequestHeaders) -> Effects:
         self._headers = event.headers
-        self._control = _control_headers(event.headers)
+        self._control = self._control_in(event.headers)
         self._subset = event.subset
         mode = self._agree(event.protocol)
         if self._wants_response_body and not event.end_of_stream:
@@ -230,7 +232,7 @@ class Exchange:
         return _UNEXPECTED
 
     def _headers_again(self, event: RequestHeaders) -> Effects:
-        control = _control_headers(event.headers)
+        control = self._control_in(event.headers)
         if self._destination_sent:
             control = tuple(name for name in control if name != DESTINATION)
         return (*_UNEXPECTED, HeadersReply(_REQUEST, control))
@@ -274,7 +276,7 @@ class Exchange:
         self._pending = True
         headers, self._headers = self._headers, _NO_HEADERS
         if self._control:
-            headers = {name: value for name, value in headers.items() if name not in CLIENT_FORBIDDEN}
+            headers = {name: value for name, value in headers.items() if name not in self._control_names}
         return (Decide(headers, body, body_state, self._mode, self._subset),)
 
     def _answer_owed(self, routed: Routed) -> Effects:

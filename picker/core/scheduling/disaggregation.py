@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from picker.core.arrays import Flags
 from picker.core.endpoints import Endpoint, EndpointTable
+from picker.core.headers import PREFILLER, SettableHeaderName
 from picker.core.scheduling.api import Candidates
 from picker.core.scheduling.decision import Decision, PrefillPlace, Reason
 from picker.core.scheduling.scheduler import Asked, Matched, Scheduler, narrow
@@ -41,8 +42,9 @@ class DisaggregationSettings(Struct, frozen=True, rename="camel"):
     """The label that says what an endpoint does: `prefill`, `decode`, `both`, ... Without it an endpoint does both."""
     pd_group: PrefillDecodeGroup = PrefillDecodeGroup()
     """Labels instead of `roleLabel`, in force when `groupKey` is set."""
-    header: str = "x-prefiller-host-port"
-    """The request header that names the prefill endpoint to the decode endpoint."""
+    header: SettableHeaderName = PREFILLER
+    """The request header that names the prefill endpoint to the decode endpoint. Clients' own is removed; have
+    Envoy remove one of another name, too, for while the picker is down."""
     min_uncached_tokens: int = 256
     """With fewer tokens to compute, the decode endpoint computes them itself."""
 
@@ -126,8 +128,9 @@ class PrefillDecode:
         group = roles.group[chosen.slot]
         able = roles.prefill[candidates.slots]
         able &= candidates.slots != chosen.slot
-        if group:
-            able &= np.array([roles.group[slot] == group for slot in candidates.slots.tolist()], np.bool_)
+        if self.settings.pd_group.group_key:
+            # Without the label an endpoint is in no group, and in no pair.
+            able &= np.array([roles.group[slot] == group != "" for slot in candidates.slots.tolist()], np.bool_)
         if not able.any():
             return None
         decision = scheduler.choose(asked._replace(fallbacks=0, pinned=None), narrow(candidates, able), matched)

@@ -14,6 +14,7 @@ from picker.core.exchange.effects import Decide
 from picker.core.exchange.events import BodyMode
 from picker.core.exchange.machine import Exchange
 from picker.core.exchange.outcomes import Refused
+from picker.core.headers import CLIENT_FORBIDDEN
 from picker.core.scheduling.api import Request
 from picker.core.scheduling.decision import Decision, Reason
 from picker.core.telemetry import Telemetry
@@ -40,7 +41,7 @@ class ExtProcSettings(Struct, frozen=True):
     """What the service takes from the configuration; may be replaced between two streams.
 
     `learn_usage` asks Envoy for response bodies and reads in them what engines say of tokens. `exchange` makes the state
-    machine of a stream.
+    machine of a stream, which takes the `control_headers` from clients.
     """
 
     max_body_bytes: int = 16 * 1024 * 1024
@@ -49,6 +50,7 @@ class ExtProcSettings(Struct, frozen=True):
     mode_grace_seconds: float = 0.02
     retry_after_seconds: int = 1
     learn_usage: bool = False
+    control_headers: frozenset[str] = CLIENT_FORBIDDEN
     exchange: Callable[..., Exchange] = Exchange
 
 

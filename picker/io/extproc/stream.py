@@ -83,6 +83,7 @@ class ExtProcStream:
             assumed_request_body=settings.assumed_request_body,
             mode_grace_seconds=settings.mode_grace_seconds,
             wants_response_body=settings.learn_usage,
+            control_headers=settings.control_headers,
         )
         self._fallbacks = _fallbacks(call.metadata.get(FALLBACKS_WANTED))
         self._ticket: Ticket | None = None
