@@ -29,7 +29,7 @@ class RestoredNames:
         encoding = answered.headers.get("content-encoding", b"")
         if mode in (None, BodyMode.NONE):
             self._counts["body_not_seen"] += 1
-        elif encoding not in (b"", b"identity"):
+        elif encoding.strip().lower() not in (b"", b"identity"):
             self._counts["compressed"] += 1
         else:
             self._counts["restored"] += 1
