@@ -84,6 +84,7 @@ def load(document: str | bytes, overrides: Mapping[str, Any] = MappingProxyType(
     _check_predict(config.predict, findings)
     if config.exchange.conformance:
         findings.warn("exchange.conformance", "lets clients choose the endpoint; remove it where no gateway is tested")
+    config.admission.check("admission", findings)
     config.models.check("models", findings)
     config_sticky.check(config.session_sticky, "sessionSticky", findings)
     scheduler, spec = config_scheduler.settle(config.scheduler, "scheduler", findings)

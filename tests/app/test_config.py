@@ -243,6 +243,15 @@ def test_names_that_cannot_be_are_refused(document: str, problem: str):
     assert problem in found
 
 
+@pytest.mark.parametrize(("queue", "warned"), [("", 0), ("enabled: true, ", 1)])
+def test_waits_that_the_shipped_envoy_does_not_allow_are_warned_about(queue: str, warned: int):
+    # envoy/buffered.yaml has a max_message_timeout of 120 s, past which Envoy ignores what it is asked for.
+    assert load(ADDRESS + f"admission: {{queue: {{{queue}maxSeconds: 119}}}}").warnings == ()
+    warnings = load(ADDRESS + f"admission: {{queue: {{{queue}maxSeconds: 119.5}}}}").warnings
+    assert len(warnings) == warned
+    assert all("admission.queue.maxSeconds" in text and "120.5s" in text for text in warnings)
+
+
 def test_names_of_headers_are_found_however_they_are_written():
     config = load(
         ADDRESS + "admission: {objectiveHeaders: [X-Tier], priorityHeader: X-Priority}\n"

@@ -8,6 +8,12 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from picker.core.headers import HeaderName, OptionalHeaderName
+from picker.core.strict import Findings, child
+
+_SHIPPED_MAX_MESSAGE_TIMEOUT = 120.0
+"""Seconds, in the Envoy configurations that come with the picker."""
+MARGIN_SECONDS = 1.0
+"""Envoy's patience beyond the longest wait, so that it is the picker that tells the client."""
 
 
 class QueueSettings(Struct, frozen=True, rename="camel"):
@@ -16,7 +22,8 @@ class QueueSettings(Struct, frozen=True, rename="camel"):
     enabled: bool = False
     """Let requests wait while every endpoint is saturated. Without it they are sent on, and engines queue them."""
     max_seconds: Annotated[float, Meta(gt=0, le=3600)] = 30.0
-    """A request that waited for so long is answered with 429."""
+    """A request that waited for so long is answered with 429. Envoy's `max_message_timeout` has to be a second longer at
+    least, or requests go around the picker once its `message_timeout` is over."""
     max_requests: Annotated[int, Meta(ge=1, le=1_000_000)] = 1000
     """Requests that wait at most; further ones take the place of one of lower priority, or are answered with 429."""
     max_bytes: Annotated[int, Meta(ge=1)] = 256 * 1024 * 1024
@@ -44,3 +51,13 @@ class AdmissionSettings(Struct, frozen=True, rename="camel"):
     """Request headers that name the flow a request belongs to; flows of one priority take turns."""
     queue: QueueSettings = QueueSettings()
     """A queue in front of a saturated pool."""
+
+    def check(self, path: str, findings: Findings) -> None:
+        """Warn of waits that an Envoy may not allow."""
+        queue = self.queue
+        if queue.enabled and queue.max_seconds + MARGIN_SECONDS > _SHIPPED_MAX_MESSAGE_TIMEOUT:
+            findings.warn(
+                child(child(path, "queue"), "maxSeconds"),
+                f"is more than Envoy lets requests wait for if it is configured as in envoy/; set max_message_timeout"
+                f" of its ext_proc filter to {queue.max_seconds + MARGIN_SECONDS:g}s or more",
+            )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from picker.core.admission.settings import MARGIN_SECONDS
 from picker.core.admission.waiting import Left
 from picker.core.exchange.effects import (
     Anomaly,
@@ -42,9 +43,6 @@ from picker.io.rpc import Call, Status
 if TYPE_CHECKING:
     from picker.io.extproc.service import ExtProcService
 
-
-_MARGIN_SECONDS = 1.0
-"""Envoy's patience beyond the longest wait, so that it is we who tell the client."""
 
 # Members of enumerations are looked up once: in Python 3.11 that takes longer than a call.
 _ROUTED: Final = Reason.ROUTED
@@ -188,7 +186,7 @@ class ExtProcStream:
         if isinstance(entry, Entry):
             self._waiting = entry
             if asked.body_mode is not BodyMode.FULL_DUPLEX_STREAMED:  # where Envoy waits without end
-                self._call.send(more_time(gate.settings.queue.max_seconds + _MARGIN_SECONDS))
+                self._call.send(more_time(gate.settings.queue.max_seconds + MARGIN_SECONDS))
         else:
             self._left(asked, entry)
 
