@@ -372,6 +372,7 @@ def test_where_redis_is(address, environment, expected):
 def test_what_sidecars_know_a_picker_by():
     assert router_id({"POD_NAMESPACE": "ns", "POD_NAME": "pod"}) == "ns/pod"
     assert "/" not in router_id({"POD_NAME": "pod"})
+    assert router_id({}) != router_id({})  # two pickers on one host
 
 
 async def test_a_sidecar_of_kthena_is_understood(background, until):
@@ -423,6 +424,7 @@ async def test_a_sidecar_of_kthena_is_understood(background, until):
     await becomes(32)
     # A pick is visible though such a sidecar says nothing of the engine's own blocks.
     await until(lambda: runtime.producer.index.stats()[0].block_sizes == (16,))
+    assert runtime.stats()[0]["ranks"]["0"]["complete"]
     ticket = director.route(await decide(director, asked))
     assert await match() == 96
     ticket.finish(Finish(success=True, learned_on=LearnedOn.STREAM_END, status=200, served=None))
@@ -434,3 +436,5 @@ async def test_a_sidecar_of_kthena_is_understood(background, until):
     await becomes(96)
     await runner.cleanup()
     await becomes(0)
+    director.route(await decide(director, asked))  # what is known now is this pick alone
+    assert [rank["complete"] for rank in runtime.stats()[0]["ranks"].values()] == [False]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -15,9 +16,12 @@ from picker.io.kvcache.sources import EngineFeed, Followed
 
 
 def router_id(environment: Mapping[str, str]) -> str:
-    """Return what sidecars know this picker by: `namespace/pod` where that is known, else the host's name."""
+    """Return what sidecars know this picker by: `namespace/pod` where that is known.
+
+    Else the host's name and something random: two pickers of one name would end each other's streams for ever.
+    """
     namespace, pod = environment.get("POD_NAMESPACE"), environment.get("POD_NAME")
-    return f"{namespace}/{pod}" if namespace and pod else socket.gethostname()
+    return f"{namespace}/{pod}" if namespace and pod else f"{socket.gethostname()}-{secrets.token_hex(4)}"
 
 
 class MemorySources:

@@ -231,7 +231,10 @@ class KvCacheRuntime:
         found = []
         for slot, followed in self.followed.items():
             seen = self.sources.stats(slot)
-            for rank, more in seen.pop("ranks", {}).items():
+            told = seen.pop("ranks", {})
+            for rank in ranks[slot].keys() - told.keys():
+                ranks[slot][rank]["complete"] &= self.sources.is_complete(slot)
+            for rank, more in told.items():
                 own = ranks[slot].setdefault(rank, {})
                 dropped = Counter(more.pop("dropped", {})) + Counter(own.get("dropped", {}))
                 own.update(more, complete=bool(more["complete"] and own.get("complete")), dropped=dict(dropped))
