@@ -165,6 +165,8 @@ async def test_hashes_that_are_none(serve, hashes):
         {"model": "m", "prompt": ""},
         {"token_ids": []},
         {"token_ids": [-1]},
+        {"token_ids": "text"},
+        {"token_ids": [[1], [2]]},
         {"model": "m", "prompt": {"a": 1}},
         b"[" * 100_000,
         b'{"messages":' + b"[" * 100_000,

@@ -181,8 +181,10 @@ def _read(api: Api, fields: dict[str, Raw]) -> EngineRequest | Unused:
     )
     prompts: tuple[str | array[int], ...] = ()
     if api is Api.COMPLETIONS:
-        name = "token_ids" if "token_ids" in fields else "prompt"
-        prompts = _prompts(msgspec.json.decode(fields[name]) if name in fields else None)
+        if "token_ids" in fields:
+            prompts = (array("I", msgspec.json.decode(fields["token_ids"])),)
+        else:
+            prompts = _prompts(msgspec.json.decode(fields["prompt"]) if "prompt" in fields else None)
         if not all(prompts) or not prompts:
             return Unused.EMPTY
     elif _is_empty(fields.get("input" if api is Api.RESPONSES else "messages")):

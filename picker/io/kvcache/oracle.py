@@ -167,7 +167,7 @@ def _hash(value: int | str) -> int:
 
 _REASONS = {
     Unused.NO_BODY: 'send the body of a request, or {"token_ids": [...]}',
-    Unused.UNKNOWN_PATH: "the body has none of messages, prompt, input, token_ids and block_hashes",
+    Unused.UNKNOWN_PATH: "the body has none of messages, prompt, input, token_ids, and block_hashes with whole numbers",
     Unused.EMPTY: "the prompt is empty",
     Unused.TOO_COMPLEX: f"the body has more than {MAX_PARTS} strings, lists and objects; ask about a shorter one",
 }
