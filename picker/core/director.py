@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from picker.core.arrays import Slots
 from picker.core.endpoints import Endpoint, EndpointTable
 from picker.core.exchange.effects import BodyState, Decide, Finish
 from picker.core.headers import REQUEST_ID
@@ -90,6 +91,12 @@ class Director:
         if name is None or target is None or body is None:
             return asked, None
         return msgspec.structs.replace(asked, body=body), Rewritten(name, target)
+
+    @property
+    def pools(self) -> tuple[Slots, ...]:
+        """The endpoints, or those of each role where prompts are computed apart."""
+        apart = self.scheduler.disaggregation
+        return (self.table.slots,) if apart is None else apart.pools(self.table)
 
     def now(self) -> float:
         """Monotonic seconds, of the clock of `Request.now`."""

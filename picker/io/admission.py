@@ -80,9 +80,9 @@ class Gate:
         return self._line.size
 
     def saturation(self) -> float:
-        """How full the emptiest endpoint is; 1 and more is saturated."""
-        table = self._director.table
-        return saturation(table, table.slots, self.settings)
+        """How full the emptiest endpoint is, of the fuller role if there are roles; 1 and more is saturated."""
+        table, pools = self._director.table, self._director.pools
+        return max(saturation(table, pool, self.settings) for pool in pools)
 
     def enter(self, asked: Decide, left: Callable[[Left], None]) -> Entry | Left:
         """Admit a request, turn it away, or let it wait until `left` is told what became of it."""

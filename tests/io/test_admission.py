@@ -15,6 +15,7 @@ from picker.core.admission.waiting import Left
 from picker.core.director import Director
 from picker.core.endpoints import Endpoint, EndpointTable, EngineMetrics
 from picker.core.exchange.effects import BodyState, Decide
+from picker.core.scheduling.disaggregation import DisaggregationSettings, PrefillDecode
 from picker.core.scheduling.scheduler import Scheduler
 from picker.io.admission import Entry, Gate, can_matter
 
@@ -75,6 +76,30 @@ async def test_without_a_queue_any_more_who_waits_is_sent_on(how):
     assert rig.told == [(number, Left.ADMITTED) for number in range(40)]
     assert rig.enter("after") is Left.ADMITTED
     assert rig.gate.waiting == 0
+
+
+@pytest.mark.parametrize(
+    ("roles", "waiting", "full"),
+    [
+        (("prefill", "decode"), (0.0, 9.0), True),
+        (("prefill", "decode"), (9.0, 0.0), True),
+        (("prefill", "decode"), (4.0, 4.0), False),
+        (("prefill", "both"), (9.0, 0.0), False),
+        (("prefill", "prefill"), (0.0, 0.0), False),
+        (("both", "both"), (9.0, 0.0), False),
+        (("both", "both"), (9.0, 9.0), True),
+    ],
+)
+async def test_each_role_needs_room(roles, waiting, full):
+    scheduler = Scheduler((), (), (), disaggregation=PrefillDecode(DisaggregationSettings()))
+    table = EndpointTable()
+    director = Director(scheduler, table, fallbacks=0, rng=random.Random(1), timer=time.perf_counter_ns)
+    director.replace_endpoints(
+        Endpoint(f"{n}", f"10.0.0.{n}:80", labels={"llm-d.ai/role": role}) for n, role in enumerate(roles)
+    )
+    for slot, one in enumerate(waiting):
+        table.observe(slot, EngineMetrics(waiting=one), 0.0)
+    assert (Gate(director, AdmissionSettings()).saturation() >= 1) is full
 
 
 async def test_nothing_is_kept_of_those_who_no_longer_wait():

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from picker.core.arrays import Flags
+from picker.core.arrays import Flags, Slots
 from picker.core.endpoints import Endpoint, EndpointTable
 from picker.core.headers import PREFILLER, SettableHeaderName
 from picker.core.scheduling.api import Candidates
@@ -64,6 +64,8 @@ class Roles:
         dedicated = self.prefill & ~self.decode
         self.split = bool(dedicated.any())
         """Whether any endpoint only computes prompts."""
+        by_role = (np.flatnonzero(self.decode), np.flatnonzero(self.prefill))
+        self.pools: tuple[Slots, ...] = by_role if self.split else (table.slots,)
 
 
 def _role(endpoint: Endpoint, settings: DisaggregationSettings) -> tuple[bool, bool, str]:
@@ -88,9 +90,7 @@ class PrefillDecode:
 
     def decide(self, scheduler: Scheduler, asked: Asked, candidates: Candidates) -> Decision:
         """Decide as the scheduler alone would while no endpoint is there for prefill only."""
-        roles = self._roles
-        if roles is None or roles.version != candidates.table.version:
-            roles = self._roles = Roles(candidates.table, self.settings)
+        roles = self._roles_in(candidates.table)
         if not roles.split:
             return scheduler.choose(asked, candidates)
         matched = scheduler.match(asked.request, candidates, asked.rng)
@@ -114,6 +114,16 @@ class PrefillDecode:
             prefill=prefill,
             prefill_place=PrefillPlace.APART,
         )
+
+    def pools(self, table: EndpointTable) -> tuple[Slots, ...]:
+        """Those that decode and those that prefill, while some do nothing else than that; else all."""
+        return self._roles_in(table).pools
+
+    def _roles_in(self, table: EndpointTable) -> Roles:
+        roles = self._roles
+        if roles is None or roles.version != table.version:
+            roles = self._roles = Roles(table, self.settings)
+        return roles
 
     def _prefill(
         self,

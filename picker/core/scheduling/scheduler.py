@@ -69,6 +69,10 @@ class Disaggregation(Protocol):
 
     def decide(self, scheduler: Scheduler, asked: Asked, candidates: Candidates) -> Decision: ...
 
+    def pools(self, table: EndpointTable) -> tuple[Slots, ...]:
+        """The endpoints of each part of the work, where they differ; a request may need one of each."""
+        ...
+
 
 _ROUTED: Final = Reason.ROUTED
 """Looked up once: members of enumerations take longer than a call in Python 3.11."""
