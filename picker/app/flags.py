@@ -270,7 +270,7 @@ def _destination(name: str) -> str:
 
 
 def _names_endpoints(options: Namespace) -> bool:
-    return _given(options, "pool-name") is not None or _given(options, "endpoint-selector") is not None
+    return bool(_given(options, "pool-name") or _given(options, "endpoint-selector"))
 
 
 def _given(options: Namespace, name: str) -> str | None:

@@ -238,6 +238,7 @@ def test_what_cannot_be_obeyed_is_refused_with_a_remedy(argument, remedy):
     ("arguments", "problem"),
     [
         ((), "--config: is missing, so that there are no endpoints"),
+        (("--pool-name=",), "--config: is missing, so that there are no endpoints"),
         (("-c", "f", "--pool-namespace=n"), "--pool-namespace: says nothing alone"),
         (("--endpoint-selector=app=vllm",), "--endpoint-target-ports: null: has to have 1 to 8 ports"),
         (("--endpoint-selector=", "--endpoint-target-ports=1"), '--endpoint-selector: "": selects everything'),
