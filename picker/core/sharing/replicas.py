@@ -379,10 +379,16 @@ class Replicas:
 
     def _drop(self, name: str, now: float) -> None:
         peer = self._peers.pop(name, None)
-        if peer is not None:
-            self._forget_picks(peer, now)
+        if peer is None:
+            return
+        self._forget_picks(peer, now)
         if not self._peers:
             self._warm = False
+        elif peer.warm:
+            # It was about to tell what it knows of prompts: another one is to.
+            name, peer = next(iter(self._peers.items()))
+            peer.warm = True
+            self._ask(name, peer, now)
 
     @staticmethod
     def _forget_picks(peer: _Peer, now: float) -> None:

@@ -206,6 +206,25 @@ def test_whatever_is_lost_they_agree_afterwards(steps):
         assert queued == pytest.approx([0] * len(queued), abs=0.01)
 
 
+def test_when_who_tells_a_newcomer_dies_another_one_does():
+    fleet = Fleet(3)
+    fleet.tick()
+    prompts = [f"{number:02d}" * 3000 for number in range(9)]
+    for number, prompt in enumerate(prompts):
+        fleet.send(number % 3, prompt)
+        fleet.tick()
+        fleet.tickets[number % 3][-1].finish(GOOD)
+    fleet.settle()
+    newcomer = fleet.start(3)
+    fleet.lost = {(0, 3)}  # so that 1 is met first, which will tell
+    fleet.tick(0.26)
+    fleet.lost = set()
+    fleet.pickers.pop(1)
+    fleet.settle()
+    assert newcomer.sharing.settled
+    assert all(max(fleet.matched(3, prompt)) > 0 for prompt in prompts)
+
+
 def test_one_lost_message_under_load_costs_one_question():
     fleet = Fleet(4)
     fleet.tick()
