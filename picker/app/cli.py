@@ -45,9 +45,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             command.set_defaults(run=loaded.run)
     options = parser.parse_args(given)
     try:
-        return int(options.run(options))
+        code = int(options.run(options))
+        sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        # Whoever reads the output has enough of it, such as `head`. Python would try again at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return code
 
 
 if __name__ == "__main__":

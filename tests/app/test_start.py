@@ -122,3 +122,20 @@ def test_a_configuration_that_is_not_there(tmp_path):
     run = picker("check", "-c", str(tmp_path / "absent.yaml"))
     assert run.returncode == 2
     assert "absent.yaml does not exist; name the configuration file with -c" in run.stderr
+
+
+def test_output_that_nobody_reads_to_its_end_is_no_error():
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as output:
+        done = subprocess.run(
+            [sys.executable, "-m", "picker", "check", "--config-text", "{}"],
+            stdout=output,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+    assert done.returncode == 141
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipe" not in done.stderr
