@@ -20,6 +20,8 @@ _ROUNDING = 1e-3
 """Fewer tokens than this are none: sums of what was added and taken away."""
 _TELLING_TOKENS = 512.0
 """A prefill of fewer tokens says nothing of an endpoint's speed."""
+_TELLING_SECONDS = 0.01
+"""Nor does one that took less: most of that is the network's."""
 _FROM_ENVOY = frozenset((503, 504))
 """What Envoy answers by itself when an endpoint refuses connections or is too late."""
 
@@ -206,7 +208,7 @@ class Ticket(Load):
     def _observe_rate(self, now: float) -> None:
         """Learn how fast the endpoint computes prompts, from what it had to compute up to now."""
         work, seconds = self._queued_before + self._work, now - self._picked_at
-        if work >= _TELLING_TOKENS and seconds > 0:
+        if work >= _TELLING_TOKENS and seconds >= _TELLING_SECONDS:
             self._table.timed(self._slot, work, seconds, now)
 
     def finish(self, finish: Finish, usage: Usage | None = None) -> None:

@@ -296,3 +296,11 @@ def test_an_index_is_as_large_as_the_engines_cache():
     (producer,) = fleet.scheduler.producers
     held = producer.index.entries * 512 / 4
     assert 10_000 <= held <= 14_000
+
+
+def test_what_took_no_time_tells_nothing_of_speed():
+    fleet, clock = director(2)
+    decision, ticket = route(fleet, "a" * 8192)
+    clock.now += 0.009
+    ticket.prefilled(clock.now, PrefillSignal.RESPONSE_BODY)
+    assert np.isnan(fleet.table.prefill_rate[decision.slot])
