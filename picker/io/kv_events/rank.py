@@ -78,6 +78,8 @@ class RankSubscription:
         self._ready = False  # a new connection, whose predecessor's frames are still being read
         self._replay: AskReplay | None = None
         self._start_replay: Callable[[AskReplay], object] | None = None
+        self._looked = asyncio.Event()
+        """Set after anybody but its reader has looked at the socket of live frames."""
         self._timer: asyncio.Handle | None = None
         self._timer_due = inf
         self._log = structlog.get_logger("picker").bind(endpoint=self.endpoint, rank=rank)
@@ -135,7 +137,7 @@ class RankSubscription:
             some = await self._share.read(partial(read_one, live, self._take_live))
             self._confirm_connection()
             if not some:
-                await readable(live)
+                await readable(live, self._looked)
 
     async def _follow_connection(self, monitor: Socket, live: Socket) -> None:
         while True:
@@ -143,6 +145,7 @@ class RankSubscription:
             await self._share.read(partial(read_one, monitor, self._take_monitored))
             if not has_more(live):
                 self._confirm_connection()
+            self._looked.set()
 
     def _take_monitored(self, parts: Sequence[bytes]) -> None:
         event = parse_monitor_message(list(parts))["event"]
@@ -208,6 +211,7 @@ class RankSubscription:
                         async with asyncio.timeout(self._settings.limits.replay_idle):
                             await readable(dealer)
                     await self._share.read(read_next)
+                    self._looked.set()
         except zmq.ZMQError:
             self.counts["replay_errors"] += 1  # the tracker waits no longer than for a reply that does not come
 

@@ -59,17 +59,23 @@ def has_more(socket: Socket) -> bool:
     return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)
 
 
-async def readable(socket: Socket) -> None:
-    """Wait until there is something to read."""
+async def readable(socket: Socket, looked: asyncio.Event | None = None) -> None:
+    """Wait until there is something to read.
+
+    A socket signals news once, and whoever looks at it takes the signal away. So where others look at it, too, they have
+    to set `looked` afterwards.
+    """
     loop = asyncio.get_running_loop()
     descriptor = int(socket.get(zmq.FD))
+    signalled = looked or asyncio.Event()
+    signalled.clear()
     while not has_more(socket):
-        signalled = asyncio.Event()
         loop.add_reader(descriptor, signalled.set)  # which only says that it is worth while to look
         try:
             await signalled.wait()
         finally:
             loop.remove_reader(descriptor)
+        signalled.clear()
 
 
 def read_one(socket: Socket, take: Callable[[Sequence[bytes]], None]) -> bool:
