@@ -27,7 +27,7 @@ _SUSPECT_SHARE = 0.5
 _TRUSTED_SHARE = 0.2
 
 _FIRST_PROBE_SECONDS = 1.0
-_LAST_PROBE_SECONDS = 30.0
+_LAST_PROBE_SECONDS = 15.0
 _NEXT_PROBE_SECONDS = 0.1
 """After a probe that was answered: the share of failures has to fall before the endpoint is trusted."""
 

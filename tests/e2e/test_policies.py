@@ -108,7 +108,7 @@ class Fleet:
         async def works():
             return self.stats("finished")[number] >= before + 10
 
-        await until(works, 40)
+        await until(works, 60)  # the last pause between two probes, and work that has piled up elsewhere
 
 
 def prompt(seed, tokens):
