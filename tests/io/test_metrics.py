@@ -231,7 +231,7 @@ def test_what_the_default_policy_counts(make_stack) -> None:
     assert scrape.label_values("endpoint_prefill_tokens_per_second", "address") == set()
     assert scrape.label_values("bytes_per_token", "model") == set()
 
-    ticket.prefilled(stack.director.now(), PrefillSignal.RESPONSE_BODY)
+    ticket.prefilled(stack.director.now() + 0.5, PrefillSignal.RESPONSE_BODY)
     ticket.finish(Finish(True, LearnedOn.RESPONSE_BODY, 200, busy), Usage(prompt_tokens=1000))
     scrape = Scrape(stack.metrics)
     assert scrape("endpoint_queued_tokens", target=name[busy], address=busy) == 0
