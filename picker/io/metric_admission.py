@@ -7,7 +7,7 @@ from typing import Protocol
 
 from picker.core.director import Director
 from picker.io.extproc.service import ExtProcService
-from picker.io.metric_families import Family, Reading, Readings
+from picker.io.metric_families import Family, Reading, Readings, by_label
 
 
 class Owner(Protocol):
@@ -27,18 +27,11 @@ def admission_readings(owner: Owner) -> list[Family]:
 
     def outcomes() -> Readings:
         service = owner.service
-        if service is not None and service.gate is not None:
-            for outcome, count in service.gate.counts.items():
-                yield (str(outcome),), count
+        return [] if service is None or service.gate is None else by_label(service.gate.counts)
 
     def saturation() -> Readings:
         service = owner.service
         return [] if service is None or service.gate is None else [((), service.gate.saturation())]
-
-    def names() -> Readings:
-        if owner.service is not None:
-            for outcome, count in owner.service.model_names.items():
-                yield (outcome,), count
 
     return [
         counter(
@@ -67,6 +60,6 @@ def admission_readings(owner: Owner) -> list[Family]:
             "outcome",
             "Requests `rewritten` to another model, and their responses: name `restored`, or not, since the `body_not_seen` "
             "or it was `compressed`.",
-            names,
+            lambda: [] if owner.service is None else by_label(owner.service.model_names),
         ),
     ]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -22,6 +22,12 @@ NO_MODEL = "<none>"
 
 Labels = tuple[str, ...]
 Readings = Iterable[tuple[Labels, float]]
+_Name = TypeVar("_Name", bound=str)
+
+
+def by_label(counts: Mapping[_Name, float]) -> Readings:
+    """What was counted under names, as readings of a metric whose only label is the name."""
+    return [((str(name),), count) for name, count in counts.items()]
 
 
 class Family(Collector):

@@ -16,7 +16,7 @@ from picker.io.extproc.service import ExtProcService
 from picker.io.kvcache.metrics import kv_cache_readings
 from picker.io.kvcache.runtime import KvCacheRuntime
 from picker.io.metric_admission import admission_readings
-from picker.io.metric_families import MAX_MODELS, Family, ModelLabels, Reading, Readings
+from picker.io.metric_families import MAX_MODELS, Family, ModelLabels, Reading, Readings, by_label
 from picker.io.metric_routing import by_endpoint, endpoint_labels, routing_readings
 from picker.io.metric_sessions import session_readings
 from picker.io.sharing.metrics import sharing_readings
@@ -42,12 +42,14 @@ class Sources:
         self.shared_picks: Callable[[], SharedPicks | None] = lambda: None
         self.models = ModelLabels()
 
+    def prefix_producers(self) -> list[PrefixCacheProducer]:
+        """What the scheduler in force goes by that remembers its picks."""
+        producers = self.director.scheduler.producers if self.director else ()
+        return [producer for producer in producers if isinstance(producer, PrefixCacheProducer)]
+
     def prefix_indexes(self) -> Iterable[PrefixIndex]:
-        """What the scheduler in force remembers of its picks."""
-        if self.director:
-            for producer in self.director.scheduler.producers:
-                if isinstance(producer, PrefixCacheProducer):
-                    yield producer.index
+        """What they remember."""
+        return (producer.index for producer in self.prefix_producers())
 
     def readings(self) -> list[Family]:
         """The metrics that are read when they are asked for."""
@@ -83,7 +85,7 @@ class Sources:
                 "outcome",
                 "Responses read for what engines say of tokens: `read`, `absent`, what could not be used, and observed "
                 "ones that did not meet their request. `unmatched` and `late`: another picker gets the observing streams.",
-                lambda: _by_outcome(self.service.usage_outcomes) if self.service else (),
+                lambda: by_label(self.service.usage_outcomes) if self.service else (),
             ),
             gauge(
                 "prefix_cache_entries",
@@ -96,6 +98,12 @@ class Sources:
                 "",
                 "Blocks that requests on their way make visible. Returns to 0 without traffic.",
                 lambda: [((), index.held) for index in self.prefix_indexes()],
+            ),
+            gauge(
+                "prefix_cache_remembered_bytes",
+                "",
+                "Text of prompts that is kept to hash the next ones faster. At most 16 MiB.",
+                lambda: [((), producer.remembered_bytes) for producer in self.prefix_producers()],
             ),
             gauge(
                 "endpoints",
@@ -143,13 +151,13 @@ class Sources:
                 "scrapes_total",
                 "outcome",
                 "Readings of engine metrics. Anything but `ok` for long makes endpoints stale.",
-                lambda: _by_outcome(self.scrape_outcomes),
+                lambda: by_label(self.scrape_outcomes),
             ),
             counter(
                 "discovery_updates_total",
                 "outcome",
                 "Updates of the list of endpoints, and failures to get them. The log says what is wrong.",
-                lambda: _by_outcome(self.discovery_outcomes()),
+                lambda: by_label(self.discovery_outcomes()),
             ),
             gauge(
                 "discovery_staleness_seconds",
@@ -163,19 +171,19 @@ class Sources:
                 "reason",
                 "Ready pods with something wrong: an annotation or an engine label that says nothing, no address, or the "
                 "address of another pod.",
-                lambda: _by_outcome(self.odd_pods()),
+                lambda: by_label(self.odd_pods()),
             ),
             counter(
                 "config_reloads_total",
                 "outcome",
                 "Changes of the configuration file. Anything but `ok` was refused, and the configuration before stays.",
-                lambda: _by_outcome(self.reload_outcomes()),
+                lambda: by_label(self.reload_outcomes()),
             ),
             counter(
                 "transport_rejected_total",
                 "reason",
                 "Connections and streams of ext_proc that were turned away, by limit or fault.",
-                lambda: _by_outcome(self.transport.rejected) if self.transport else (),
+                lambda: by_label(self.transport.rejected) if self.transport else (),
             ),
             counter(
                 "transport_events_total",
@@ -242,7 +250,3 @@ class Sources:
                 "deadlines_exceeded",
             ):
                 yield (event,), getattr(self.transport, event)
-
-
-def _by_outcome(counts: Mapping[str, int]) -> Readings:
-    return [((outcome,), count) for outcome, count in counts.items()]

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from xxhash import xxh3_128_intdigest
 
 from picker.core.block_index.keys import TOKEN_BYTES, block_keys
+from picker.core.shared_blocks import shared_blocks
 
 _SEED_MASK = (1 << 64) - 1
 
@@ -37,16 +38,8 @@ class Chain:
         """Count the leading blocks common with a prompt that is equal up to block `start` and goes on with `tail`."""
         mine = self._tail
         other = bytes(tail[: len(mine)])
-        low, high = 0, len(other) // width
-        if other == mine:
-            low = high
-        while low < high:
-            middle = (low + high + 1) // 2
-            if mine[low * width : middle * width] == other[low * width : middle * width]:
-                low = middle
-            else:
-                high = middle - 1
-        return start + low
+        most = len(other) // width
+        return start + (most if other == mine else shared_blocks(mine, other, width, most))
 
 
 class KeyChains:

@@ -149,6 +149,11 @@ class PrefixCacheProducer:
             if chains:
                 yield msgspec.msgpack.encode((model, size, chains))
 
+    @property
+    def remembered_bytes(self) -> int:
+        """Text that is kept to hash prompts faster."""
+        return self._hasher.remembered
+
     def forget(self, slot: int) -> None:
         self.index.forget(slot)
 

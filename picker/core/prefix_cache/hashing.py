@@ -6,11 +6,13 @@ model. Form: `xxh64(decimal(previous) + block)`, starting from `xxh64(model)`, a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from struct import Struct
 
 from xxhash import xxh64_intdigest
+
+from picker.core.shared_blocks import shared_blocks
 
 _KEY_BYTES = 256
 _MOST_KNOWN = 1024
@@ -41,16 +43,13 @@ class BlockHasher:
     def hashes(self, model: str, text: bytes, block_size: int, max_blocks: int) -> list[int]:
         """Hash the first `max_blocks` blocks of `text`, 64-bit, in order; the last block may be short."""
         whole = min(len(text) // block_size, max_blocks)
-        blocks = _splitter(block_size, whole).unpack_from(text)
-        if whole < max_blocks and (rest := text[whole * block_size :]):
-            blocks = (*blocks, rest)
         key = (model, block_size, text[:_KEY_BYTES])
         known = self._known.pop(key, None)
         head: list[int] = []
         if known is not None:
             self._bytes -= len(known[0])
-            head = known[1][: _common(text, known[0], block_size, min(whole, len(known[1])))]
-        hashes = head + _chain(head[-1] if head else xxh64_intdigest(model.encode()), blocks[len(head) :])
+            head = known[1][: shared_blocks(text, known[0], block_size, min(whole, len(known[1])))]
+        hashes = block_hashes(model, text, block_size, max_blocks, head)
         size = whole * block_size
         if size <= _LONGEST:
             self._known[key] = (text[:size], hashes)
@@ -60,21 +59,13 @@ class BlockHasher:
         return hashes
 
 
-def block_hashes(model: str, text: bytes, block_size: int, max_blocks: int) -> list[int]:
-    """Hash as `BlockHasher` does, from the beginning."""
-    return BlockHasher().hashes(model, text, block_size, max_blocks)
-
-
-def _common(text: bytes, other: bytes, size: int, most: int) -> int:
-    """How many leading blocks are equal."""
-    same = 0
-    while same < most:
-        middle = (same + most + 1) // 2
-        if text[same * size : middle * size] == other[same * size : middle * size]:
-            same = middle
-        else:
-            most = middle - 1
-    return same
+def block_hashes(model: str, text: bytes, block_size: int, max_blocks: int, head: Sequence[int] = ()) -> list[int]:
+    """Hash the first `max_blocks` blocks of `text` as `BlockHasher` does; `head` are the hashes of the first that are known."""
+    whole = min(len(text) // block_size, max_blocks)
+    blocks = _splitter(block_size, whole).unpack_from(text)
+    if whole < max_blocks and (rest := text[whole * block_size :]):
+        blocks = (*blocks, rest)
+    return [*head, *_chain(head[-1] if head else xxh64_intdigest(model.encode()), blocks[len(head) :])]
 
 
 def _chain(previous: int, blocks: Iterable[bytes]) -> list[int]:

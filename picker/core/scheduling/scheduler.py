@@ -99,9 +99,7 @@ class Scheduler:
         self.disaggregation = disaggregation
         self._by_cost = next((scorer for scorer, _ in scorers if hasattr(scorer, "formula")), None)
         """The scorer that goes by costs, and so by the match that the work was counted by."""
-        self._costing: Costing | None = next(
-            (formula for scorer, _ in scorers if (formula := getattr(scorer, "formula", None)) is not None), None
-        )
+        self._costing: Costing | None = getattr(self._by_cost, "formula", None)
         self._remembering = tuple(cast("Remembering", scorer) for scorer, _ in scorers if hasattr(scorer, "routed"))
         self._probers = tuple(cast("Prober", plugin) for plugin in filters if hasattr(plugin, "probe"))
 

@@ -13,7 +13,7 @@ from prometheus_client.metrics_core import Metric
 
 from picker.core.plugins.kvcache_learning import BOUNDS
 from picker.io.kvcache.runtime import KvCacheRuntime
-from picker.io.metric_families import Family, Labels, Reading, Readings
+from picker.io.metric_families import Family, Labels, Reading, Readings, by_label
 
 
 class Owner(Protocol):
@@ -68,7 +68,7 @@ def kv_cache_readings(owner: Owner) -> list[Family]:
             "outcome",
             "Requests that kvcache-aware got ready for their decision. Anything but `ok` was decided without its scores: "
             "look at tokenizing for `not_tokenized` and `deadline`, at Redis for `no_owners`.",
-            read(lambda current: _each(current.outcomes)),
+            read(lambda current: by_label(current.outcomes)),
         ),
         counter(
             "kvcache_tokenizing_total",
@@ -82,7 +82,7 @@ def kv_cache_readings(owner: Owner) -> list[Family]:
             "kind",
             "What came from engines or sidecars, over all endpoints. Frames must rise while requests flow; `gaps` and "
             "`losses` mean that events were lost, `restarts` that engines were.",
-            read(lambda current: _each(current.sources.events)),
+            read(lambda current: by_label(current.sources.events)),
         ),
         counter(
             "kv_events_dropped_total",
@@ -121,14 +121,14 @@ def kv_cache_readings(owner: Owner) -> list[Family]:
             "outcome",
             "Requests whose engine reported cached tokens, by how that compares with what was predicted when they were "
             "routed. `over` and `under` should stay rare; `incomplete` endpoints may hold more than is known.",
-            read(lambda current: _each(current.producer.agreement.outcomes)),
+            read(lambda current: by_label(current.producer.agreement.outcomes)),
         ),
         PredictionErrors(owner),
         counter(
             "redis_lookups_total",
             "outcome",
             "Prompts looked up in Redis. Anything but `ok` was decided without its answer.",
-            read(lambda current: _each(current.redis.reader.outcomes) if current.redis else ()),
+            read(lambda current: by_label(current.redis.reader.outcomes) if current.redis else ()),
         ),
         counter(
             "redis_connects_total",
@@ -140,13 +140,9 @@ def kv_cache_readings(owner: Owner) -> list[Family]:
             "predictions_total",
             "outcome",
             "Answers of /v1/cache/predict.",
-            lambda: _each(owner.prediction_outcomes()),
+            lambda: by_label(owner.prediction_outcomes()),
         ),
     ]
-
-
-def _each(counts: Mapping[str, int]) -> Readings:
-    return [((name,), count) for name, count in counts.items()]
 
 
 def _dropped(current: KvCacheRuntime) -> Readings:
@@ -154,7 +150,7 @@ def _dropped(current: KvCacheRuntime) -> Readings:
     for source in current.producer.index.stats():
         total.update(source.dropped)
         total["evicted"] += source.evicted
-    return _each(total)
+    return by_label(total)
 
 
 def _by_endpoint(current: KvCacheRuntime, value: Callable[[int], float | None]) -> Readings:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from picker.io.metric_families import Family, Reading, Readings
+from picker.io.metric_families import Family, Reading, Readings, by_label
 from picker.io.sharing.picks import SharedPicks
 
 
@@ -22,7 +22,7 @@ def sharing_readings(shared: Callable[[], SharedPicks | None]) -> list[Family]:
 
     def heard() -> Readings:
         picks = shared()
-        return [] if picks is None else [((str(kind),), count) for kind, count in picks.replicas.heard.items()]
+        return [] if picks is None else by_label(picks.replicas.heard)
 
     return [
         gauge(

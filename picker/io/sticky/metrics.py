@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
 from picker.core.director import Director
 from picker.core.sticky import Bindings, StickySessions
-from picker.io.metric_families import Family, Reading, Readings
+from picker.io.metric_families import Family, Reading, Readings, by_label
 from picker.io.sticky.redis import RedisBindings
 
 
@@ -47,7 +47,7 @@ def sticky_readings(owner: Owner) -> list[Family]:
             "outcome",
             "Routed requests by what became of their session: `pinned` to its endpoint, newly `bound`, `moved` because its "
             "endpoint is gone or did not pass the filters, or `none` in the request.",
-            lambda: [] if (sticky := sessions()) is None else _each(sticky.outcomes),
+            lambda: [] if (sticky := sessions()) is None else by_label(sticky.outcomes),
         ),
         gauge("sticky_sessions", "", "Sessions that this picker knows to be bound, or lately were.", memory(len)),
         counter(
@@ -60,13 +60,13 @@ def sticky_readings(owner: Owner) -> list[Family]:
             "sticky_redis_lookups_total",
             "outcome",
             "Sessions looked up in Redis. For anything but `ok` counted what this picker knew itself.",
-            redis(lambda store: _each(store.lookups)),
+            redis(lambda store: by_label(store.lookups)),
         ),
         counter(
             "sticky_redis_writes_total",
             "outcome",
             "Bindings told to Redis. Anything but `ok` other pickers do not know; `backlog`: too many were on their way.",
-            redis(lambda store: _each(store.writes)),
+            redis(lambda store: by_label(store.writes)),
         ),
         counter(
             "sticky_redis_adopted_total",
@@ -81,7 +81,3 @@ def sticky_readings(owner: Owner) -> list[Family]:
             redis(lambda store: [((), store.client.connects)]),
         ),
     ]
-
-
-def _each(counts: Mapping[str, int]) -> Readings:
-    return [((name,), count) for name, count in counts.items()]
