@@ -15,7 +15,7 @@ from bench.fleet import serve
 from bench.replicas import Outcome, cached_rate, replay
 from bench.report import Row, progress
 from picker.app.demo.workload import Session, Turn, Workload
-from picker.core.plugins.prefix_cache import WHOLE_PROMPT
+from picker.core.plugins.prefix_cache_args import WHOLE_PROMPT
 from picker.core.plugins.profiles import PROFILES, ProfileName
 from picker.core.plugins.registry import SchedulerSpec, build_scheduler
 from picker.core.plugins.session_prefix_cache import NAME as SESSION

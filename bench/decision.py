@@ -14,11 +14,14 @@ from msgspec import Struct
 from bench.bodies import Bodies
 from bench.report import Row, progress
 from picker.core.director import Director
-from picker.core.endpoints import Endpoint, EndpointTable, EngineMetrics
+from picker.core.endpoint_table import EndpointTable
+from picker.core.endpoints import Endpoint, EngineMetrics
 from picker.core.exchange.effects import BodyState, Decide, Finish, LearnedOn
 from picker.core.exchange.events import BodyMode
-from picker.core.plugins.least_request import LeastRequestArgs, LeastRequestFilter, LeastRequestScorer
-from picker.core.plugins.prefix_cache import PrefixCacheArgs, PrefixCacheProducer, PrefixScorer
+from picker.core.plugins.least_request import LeastRequestFilter, LeastRequestScorer
+from picker.core.plugins.least_request_args import LeastRequestArgs
+from picker.core.plugins.prefix_cache import PrefixCacheProducer, PrefixScorer
+from picker.core.plugins.prefix_cache_args import PrefixCacheArgs
 from picker.core.scheduling.scheduler import Scheduler
 
 _T = TypeVar("_T")

@@ -12,7 +12,8 @@ import msgspec
 from msgspec import Struct
 
 from picker.core.director import Director
-from picker.core.endpoints import Endpoint, EndpointTable
+from picker.core.endpoint_table import EndpointTable
+from picker.core.endpoints import Endpoint
 from picker.core.exchange.effects import BodyState, Decide, Finish, LearnedOn
 from picker.core.prompts import Prompt
 from picker.core.scheduling.scheduler import Scheduler

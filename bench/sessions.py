@@ -11,7 +11,8 @@ from statistics import median
 from msgspec import Struct
 
 from bench.report import Row, progress
-from picker.core.endpoints import Endpoint, EndpointTable
+from picker.core.endpoint_table import EndpointTable
+from picker.core.endpoints import Endpoint
 from picker.core.plugins.session_prefix_cache import SessionPrefixCacheArgs, SessionPrefixCacheProducer
 from picker.core.prefix_cache.hashing import block_hashes
 from picker.core.prompts import Prompt, parse

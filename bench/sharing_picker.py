@@ -20,7 +20,8 @@ import uvloop
 
 from bench.bodies import Bodies
 from picker.core.director import Director
-from picker.core.endpoints import Endpoint, EndpointTable
+from picker.core.endpoint_table import EndpointTable
+from picker.core.endpoints import Endpoint
 from picker.core.exchange.effects import BodyState, Decide
 from picker.core.plugins.profiles import PROFILES, ProfileName
 from picker.core.plugins.registry import SchedulerSpec, build_scheduler

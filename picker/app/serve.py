@@ -29,7 +29,8 @@ from picker.app.reload import ConfigFile
 from picker.app.sharing import SharingPart
 from picker.app.sticky import StickyPart
 from picker.core.director import Director
-from picker.core.endpoints import Endpoint, EndpointTable
+from picker.core.endpoint_table import EndpointTable
+from picker.core.endpoints import Endpoint
 from picker.core.exchange.conformance import ConformanceExchange
 from picker.core.exchange.machine import Exchange
 from picker.core.headers import CLIENT_FORBIDDEN
@@ -39,7 +40,8 @@ from picker.io.admin import AdminServer
 from picker.io.admission import Gate, can_matter
 from picker.io.discovery.endpoint_file import EndpointFile
 from picker.io.discovery.kubernetes import KubernetesDiscovery
-from picker.io.extproc.service import ExtProcService, ExtProcSettings
+from picker.io.extproc.service import ExtProcService
+from picker.io.extproc.settings import ExtProcSettings
 from picker.io.http import create_app
 from picker.io.metrics import Metrics
 from picker.io.scrape import Scraper, ScrapeSettings

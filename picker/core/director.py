@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 
 from picker.core.arrays import Slots
-from picker.core.endpoints import Endpoint, EndpointTable
+from picker.core.endpoint_table import EndpointTable
+from picker.core.endpoints import Endpoint
 from picker.core.exchange.effects import BodyState, Decide, Finish
 from picker.core.headers import REQUEST_ID
 from picker.core.models import ModelSettings, Rewrites, Rewritten, model_of, replace_model

@@ -7,7 +7,7 @@ from enum import StrEnum
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Protocol
 
-from picker.core.endpoints import EndpointTable
+from picker.core.endpoint_table import EndpointTable
 from picker.core.exchange.effects import Finish, LearnedOn
 from picker.core.scheduling.api import Learning
 from picker.core.scheduling.decision import Decision

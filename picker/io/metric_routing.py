@@ -8,9 +8,9 @@ from typing import Protocol
 
 import numpy as np
 
+from picker.core.arrays import Floats
 from picker.core.director import Director
 from picker.core.endpoint_health import SuspectWork, Suspicion
-from picker.core.endpoints import Floats
 from picker.core.tickets import PrefillSignal
 from picker.io.metric_families import Family, Labels, ModelLabels, Reading, Readings
 

@@ -6,7 +6,7 @@ from itertools import count
 
 import numpy as np
 
-from picker.core.endpoints import Floats
+from picker.core.arrays import Floats
 from picker.core.scheduling.api import Candidates, MatchInfo, Request, Rng
 
 

@@ -11,7 +11,8 @@ from picker.core.admission.settings import AdmissionSettings
 from picker.core.plugins.args import NoArgs
 from picker.core.plugins.kvcache_args import IndexMode, KvCacheArgs
 from picker.core.plugins.kvcache_aware import KvCacheProducer
-from picker.core.plugins.prefix_cache import WHOLE_PROMPT, PrefixCacheProducer
+from picker.core.plugins.prefix_cache import PrefixCacheProducer
+from picker.core.plugins.prefix_cache_args import WHOLE_PROMPT
 from picker.core.plugins.profiles import PROFILES, ProfileName
 from picker.core.plugins.random_score import RandomScorer
 from picker.core.plugins.registry import SchedulerSpec, build_scheduler

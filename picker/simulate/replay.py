@@ -16,7 +16,8 @@ import numpy as np
 
 from picker.core.admission.saturation import saturation
 from picker.core.director import Director
-from picker.core.endpoints import Endpoint, EndpointTable
+from picker.core.endpoint_table import EndpointTable
+from picker.core.endpoints import Endpoint
 from picker.core.exchange.effects import BodyState, Decide, Finish, LearnedOn
 from picker.core.kv_events.events import EventBatch
 from picker.core.plugins.kvcache_aware import TOKENS, KvCacheProducer

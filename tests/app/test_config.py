@@ -17,8 +17,8 @@ from picker.app import check
 from picker.app.config import Config, ConfigError, effective, in_force, load, load_file, needs_restart
 from picker.app.config_settings import AssumedBody, FileEndpoints
 from picker.core.exchange.events import BodyMode
-from picker.core.plugins.least_request import LeastRequestArgs
-from picker.core.plugins.prefix_cache import PrefixCacheArgs
+from picker.core.plugins.least_request_args import LeastRequestArgs
+from picker.core.plugins.prefix_cache_args import PrefixCacheArgs
 from picker.core.plugins.registry import build_scheduler
 from picker.core.plugins.token_cost import TokenCostArgs
 

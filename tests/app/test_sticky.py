@@ -12,7 +12,8 @@ import pytest
 from picker.app.config_sticky import SessionSticky, StickyBackend
 from picker.app.sticky import StickyPart
 from picker.core.director import Director
-from picker.core.endpoints import Endpoint, EndpointTable
+from picker.core.endpoint_table import EndpointTable
+from picker.core.endpoints import Endpoint
 from picker.core.exchange.effects import BodyState, Decide
 from picker.core.plugins.kvcache_args import RedisArgs
 from picker.core.plugins.registry import SchedulerSpec, build_scheduler

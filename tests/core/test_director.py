@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from picker.core.director import Director
-from picker.core.endpoints import Endpoint, EndpointTable, EngineMetrics
+from picker.core.endpoint_table import EndpointTable
+from picker.core.endpoints import Endpoint, EngineMetrics
 from picker.core.exchange.effects import BodyState, Decide, Finish, LearnedOn
 from picker.core.exchange.events import BodyMode
-from picker.core.plugins.prefix_cache import PrefixCacheArgs
+from picker.core.plugins.prefix_cache_args import PrefixCacheArgs
 from picker.core.plugins.registry import SchedulerSpec, build_scheduler
 from picker.core.prompts import Unused
 from picker.core.scheduling.decision import Decision, Reason

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from picker.core.director import Director
-from picker.core.endpoints import Endpoint, EndpointTable
+from picker.core.endpoint_table import EndpointTable
+from picker.core.endpoints import Endpoint
 from picker.core.exchange.effects import BodyState, Decide, Finish, LearnedOn
 from picker.core.plugins.profiles import PROFILES, ProfileName
 from picker.core.plugins.registry import SchedulerSpec, build_scheduler

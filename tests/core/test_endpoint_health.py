@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from picker.core.endpoint_health import EndpointHealth, SuspectWork, Suspicion
-from picker.core.endpoints import Endpoint, EndpointTable
+from picker.core.endpoint_table import EndpointTable
+from picker.core.endpoints import Endpoint
 from picker.core.plugins.args import NoArgs
 from picker.core.plugins.endpoint_health import EndpointHealthFilter
 from picker.core.prompts import Prompt

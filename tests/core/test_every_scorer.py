@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from picker.core.endpoints import Endpoint, EndpointTable, EngineMetrics
+from picker.core.endpoint_table import EndpointTable
+from picker.core.endpoints import Endpoint, EngineMetrics
 from picker.core.plugins.profiles import PROFILES
 from picker.core.plugins.registry import PLUGINS, SchedulerSpec, build_scheduler
 from picker.core.plugins.token_cost import TokenCost

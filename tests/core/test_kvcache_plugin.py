@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from picker.core.block_hashes.context import HashContext
 from picker.core.block_hashes.kthena import standardized
-from picker.core.endpoints import Endpoint, EndpointTable
+from picker.core.endpoint_table import EndpointTable
+from picker.core.endpoints import Endpoint
 from picker.core.kv_events.events import AllBlocksCleared, BlockStored, EventBatch
 from picker.core.kv_index.owners import OwnedPrefix
 from picker.core.plugins.kvcache_args import IndexMode, KvCacheArgs, TokenizerService, Way

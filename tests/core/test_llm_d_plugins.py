@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from picker.core.endpoints import Endpoint, EndpointTable, EngineMetrics
+from picker.core.endpoint_table import EndpointTable
+from picker.core.endpoints import Endpoint, EngineMetrics
 from picker.core.plugins.active_request import ActiveRequestArgs, ActiveRequestScorer
 from picker.core.plugins.args import NoArgs
 from picker.core.plugins.kv_cache_utilization import KvCacheUtilizationScorer

@@ -8,12 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from picker.core.endpoints import Endpoint, EndpointTable, EngineMetrics
+from picker.core.endpoint_table import EndpointTable
+from picker.core.endpoints import Endpoint, EngineMetrics
 from picker.core.engine_page import PageReader
 from picker.core.plugins.args import NoArgs
 from picker.core.plugins.gpu_usage import GpuUsageScorer
 from picker.core.plugins.least_latency import LeastLatencyArgs, LeastLatencyScorer
-from picker.core.plugins.least_request import LeastRequestArgs, LeastRequestFilter, LeastRequestScorer
+from picker.core.plugins.least_request import LeastRequestFilter, LeastRequestScorer
+from picker.core.plugins.least_request_args import LeastRequestArgs
 from picker.core.plugins.lora_affinity import LoraAffinityFilter, LoraAffinityScorer
 from picker.core.plugins.prefix_cache import PrefixScorer
 from picker.core.plugins.random_score import RandomScorer

@@ -5,8 +5,10 @@ from collections import Counter
 
 import pytest
 
-from picker.core.endpoints import Endpoint, EndpointTable
-from picker.core.plugins.prefix_cache import PrefixCacheArgs, PrefixCacheProducer, PrefixMatch, PrefixScorer
+from picker.core.endpoint_table import EndpointTable
+from picker.core.endpoints import Endpoint
+from picker.core.plugins.prefix_cache import PrefixCacheProducer, PrefixMatch, PrefixScorer
+from picker.core.plugins.prefix_cache_args import PrefixCacheArgs
 from picker.core.prompts import Prompt, Unused
 from picker.core.scheduling.api import Candidates, Request
 

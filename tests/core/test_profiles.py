@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from picker.core.endpoints import Endpoint, EndpointTable, EngineMetrics
+from picker.core.endpoint_table import EndpointTable
+from picker.core.endpoints import Endpoint, EngineMetrics
 from picker.core.plugins.profiles import PROFILES, ProfileName
 from picker.core.plugins.registry import SchedulerSpec, build_scheduler
 from picker.core.prompts import Prompt

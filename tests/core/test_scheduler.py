@@ -10,12 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from picker.core.endpoints import Endpoint, EndpointTable, EngineMetrics
+from picker.core.endpoint_table import EndpointTable
+from picker.core.endpoints import Endpoint, EngineMetrics
 from picker.core.plugins.args import NoArgs
 from picker.core.plugins.gpu_usage import GpuUsageScorer
-from picker.core.plugins.least_request import LeastRequestArgs, LeastRequestFilter, LeastRequestScorer
+from picker.core.plugins.least_request import LeastRequestFilter, LeastRequestScorer
+from picker.core.plugins.least_request_args import LeastRequestArgs
 from picker.core.plugins.lora_affinity import LoraAffinityFilter
-from picker.core.plugins.prefix_cache import PrefixCacheArgs, PrefixCacheProducer, PrefixScorer
+from picker.core.plugins.prefix_cache import PrefixCacheProducer, PrefixScorer
+from picker.core.plugins.prefix_cache_args import PrefixCacheArgs
 from picker.core.prompts import Prompt, Unused
 from picker.core.scheduling.api import Request
 from picker.core.scheduling.decision import Decision, Reason

@@ -11,9 +11,10 @@ from msgspec import Struct
 from structlog.testing import LogCapture
 
 from picker.core.director import Director
-from picker.core.endpoints import Endpoint, EndpointTable
+from picker.core.endpoint_table import EndpointTable
+from picker.core.endpoints import Endpoint
 from picker.core.exchange.effects import BodyState, Decide, Finish, LearnedOn
-from picker.core.plugins.prefix_cache import PrefixCacheArgs
+from picker.core.plugins.prefix_cache_args import PrefixCacheArgs
 from picker.core.plugins.profiles import Profile
 from picker.core.plugins.registry import SchedulerSpec, build_scheduler
 from picker.core.scheduling.decision import Decision

@@ -13,7 +13,8 @@ import pytest
 from picker.core.admission.settings import AdmissionSettings, QueueSettings
 from picker.core.admission.waiting import Left
 from picker.core.director import Director
-from picker.core.endpoints import Endpoint, EndpointTable, EngineMetrics
+from picker.core.endpoint_table import EndpointTable
+from picker.core.endpoints import Endpoint, EngineMetrics
 from picker.core.exchange.effects import BodyState, Decide
 from picker.core.scheduling.disaggregation import DisaggregationSettings, PrefillDecode
 from picker.core.scheduling.scheduler import Scheduler

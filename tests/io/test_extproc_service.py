@@ -11,9 +11,11 @@ import pytest
 
 from picker._proto.envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from picker.core.director import Director
-from picker.core.endpoints import Endpoint, EndpointTable, EngineMetrics
+from picker.core.endpoint_table import EndpointTable
+from picker.core.endpoints import Endpoint, EngineMetrics
 from picker.core.plugins.registry import SchedulerSpec, build_scheduler
-from picker.io.extproc.service import METHOD, ExtProcService, ExtProcSettings
+from picker.io.extproc.service import METHOD, ExtProcService
+from picker.io.extproc.settings import ExtProcSettings
 from picker.io.metrics import Metrics
 from picker.io.rpc import Status
 from picker.io.telemetry import Hub

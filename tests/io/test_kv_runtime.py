@@ -16,7 +16,8 @@ from structlog.testing import capture_logs
 from picker.core.block_hashes.context import HashContext
 from picker.core.block_hashes.kthena import standardized
 from picker.core.director import Director
-from picker.core.endpoints import Endpoint, EndpointTable, EngineMetrics, KvEvents
+from picker.core.endpoint_table import EndpointTable
+from picker.core.endpoints import Endpoint, EngineMetrics, KvEvents
 from picker.core.exchange.effects import BodyState, Decide, Finish, LearnedOn
 from picker.core.plugins.kvcache_args import IndexMode, KvCacheArgs, RedisArgs, Way
 from picker.core.plugins.registry import SchedulerSpec, build_scheduler

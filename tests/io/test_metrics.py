@@ -16,7 +16,8 @@ from picker.core.endpoints import EngineMetrics
 from picker.core.exchange.effects import Anomaly, BodyState, Finish, LearnedOn
 from picker.core.plugins.profiles import PROFILES, Profile, ProfileName
 from picker.core.usage import Usage
-from picker.io.extproc.service import ExtProcService, ExtProcSettings
+from picker.io.extproc.service import ExtProcService
+from picker.io.extproc.settings import ExtProcSettings
 from picker.io.metric_families import Counter, Histogram
 from picker.io.metrics import Metrics, metrics_markdown
 from picker.io.transport.counters import TransportCounters

@@ -12,7 +12,8 @@ import pytest
 from aiohttp import web
 
 from picker.core.director import Director
-from picker.core.endpoints import Endpoint, EndpointTable
+from picker.core.endpoint_table import EndpointTable
+from picker.core.endpoints import Endpoint
 from picker.core.plugins.registry import SchedulerSpec, build_scheduler
 from picker.io.scrape import MAX_PAGE_BYTES, Scraper, ScrapeSettings
 from picker.sim.config import EngineSimConfig

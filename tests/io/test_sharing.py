@@ -12,7 +12,8 @@ import structlog
 from msgspec.structs import replace
 
 from picker.core.director import Director
-from picker.core.endpoints import Endpoint, EndpointTable
+from picker.core.endpoint_table import EndpointTable
+from picker.core.endpoints import Endpoint
 from picker.core.plugins.profiles import PROFILES, ProfileName
 from picker.core.plugins.registry import SchedulerSpec, build_scheduler
 from picker.io.sharing import picks as sharing

@@ -9,7 +9,7 @@ import numpy as np
 
 from picker.core.admission.settings import AdmissionSettings
 from picker.core.arrays import Slots
-from picker.core.endpoints import EndpointTable
+from picker.core.endpoint_table import EndpointTable
 
 _PRIORITY = re.compile(rb"-?[0-9]{1,9}")
 

@@ -6,7 +6,7 @@ cache cannot be told, so that its usage stays as it was scraped.
 
 from __future__ import annotations
 
-from picker.core.endpoints import Floats
+from picker.core.arrays import Floats
 from picker.core.plugins.args import NoArgs
 from picker.core.plugins.load import NEUTRAL, unknown_as_average
 from picker.core.scheduling.api import Candidates, MatchInfo, Request, Rng

@@ -15,11 +15,11 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
+from picker.core.arrays import Floats, Slots, slots_of
 from picker.core.block_hashes.prompts import PromptHashes
 from picker.core.block_index.holds import Hold
 from picker.core.block_index.index import BlockIndex
 from picker.core.block_index.prompt import Prompt
-from picker.core.endpoints import Floats, Slots, slots_of
 from picker.core.kv_index.hash_index import HashIndex
 from picker.core.kv_index.owners import OwnedPrefix
 from picker.core.plugins.kvcache_args import IndexMode, KvCacheArgs

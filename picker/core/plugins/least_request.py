@@ -8,19 +8,12 @@ from __future__ import annotations
 from math import isnan
 
 import numpy as np
-from msgspec import Struct
 
-from picker.core.endpoints import Flags, Floats
+from picker.core.arrays import Flags, Floats
 from picker.core.plugins.args import NoArgs
+from picker.core.plugins.least_request_args import LeastRequestArgs
 from picker.core.plugins.load import unknown_as_average
 from picker.core.scheduling.api import Candidates, MatchInfo, Request, Rng
-
-
-class LeastRequestArgs(Struct, frozen=True, forbid_unknown_fields=True):
-    """Arguments of `least-request`."""
-
-    maxWaitingRequests: int = 10  # noqa: N815  the configuration's name
-    """Endpoints with this many waiting requests or more are filtered out. Zero or less means the default."""
 
 
 class LeastRequestFilter:

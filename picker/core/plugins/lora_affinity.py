@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from picker.core.endpoints import Adapters, Flags, Floats
+from picker.core.arrays import Flags, Floats
+from picker.core.endpoints import Adapters
 from picker.core.plugins.args import NoArgs
 from picker.core.scheduling.api import Candidates, MatchInfo, Request, Rng
 

@@ -11,7 +11,7 @@ from typing import Annotated
 import numpy as np
 from msgspec import Meta, Struct
 
-from picker.core.endpoints import Floats
+from picker.core.arrays import Floats
 from picker.core.scheduling.api import Candidates, MatchInfo, Request, Rng, Work
 
 _WARM = 50.0

@@ -15,9 +15,9 @@ from operator import itemgetter
 
 import msgspec
 import numpy as np
-from msgspec import Struct
 
-from picker.core.endpoints import Floats, Integers, slots_of
+from picker.core.arrays import Floats, Integers, slots_of
+from picker.core.plugins.prefix_cache_args import PrefixCacheArgs
 from picker.core.prefix_cache.hashing import BlockHasher
 from picker.core.prefix_cache.index import Hold, PrefixIndex
 from picker.core.scheduling.api import Candidates, MatchInfo, Request, Rng, sample
@@ -26,37 +26,6 @@ from picker.core.usage import Usage
 _shared = msgspec.msgpack.Decoder(tuple[str, int, list[bytes]])
 _NO_INFO = MatchInfo(np.zeros(0, np.int64), 0, "blocks")
 
-
-class PrefixCacheArgs(Struct, frozen=True, forbid_unknown_fields=True):
-    """Arguments of `prefix-cache`. Zero or less means the default."""
-
-    blockSizeToHash: int = 64  # noqa: N815  the configuration's name
-    """Bytes in a block."""
-    maxBlocksToMatch: int = 128  # noqa: N815
-    """Blocks of a prompt that are hashed; text after them is ignored."""
-    maxHashCacheSize: int = 50_000  # noqa: N815
-    """Blocks kept for each endpoint, over all models; the least recently recorded are dropped."""
-    topKMatches: int = 5  # noqa: N815
-    """Endpoints that get a score; those with the longest match first, by chance among equals."""
-
-    recordAtPick: bool = True  # noqa: N815
-    """Whether a request's blocks count from its pick on. False: only when it has succeeded, as in Kthena's router; until
-    then, requests with the same new beginning do not find each other."""
-    sizeFromEngine: bool = False  # noqa: N815
-    """Keep as many blocks for an endpoint as its engine's KV cache has room for, where it says how large that is."""
-    sizeMargin: float = 1.25  # noqa: N815
-    """How many times as many. An index that is too large loses little, one that is too small a lot."""
-
-    def effective(self) -> PrefixCacheArgs:
-        """The same with defaults in the place of values that are zero or less."""
-        chosen = {name: getattr(self, name) for name in self.__struct_fields__}
-        return PrefixCacheArgs(**{name: value for name, value in chosen.items() if value > 0 or value is False})
-
-
-WHOLE_PROMPT = PrefixCacheArgs(
-    blockSizeToHash=512, maxBlocksToMatch=100_000, maxHashCacheSize=16_384, topKMatches=100_000, sizeFromEngine=True
-)
-"""Arguments for matching prompts to their ends, as `token-cost` needs it. A prompt of 1 MiB has 2,048 blocks."""
 
 _EXPORTED_BLOCKS = 8192
 """Blocks in a piece of what is exported; a run is not cut."""
@@ -161,20 +130,34 @@ class PrefixCacheProducer:
         self.index.forget(slot)
 
 
-class PrefixMatch(Struct, frozen=True, gc=False):
-    """A prompt's blocks and who has how many of them."""
+class PrefixMatch:
+    """A prompt's blocks and who has how many of them.
 
-    prefixes: PrefixIndex
-    model: str
-    block_size: int
-    chains: Sequence[Sequence[int]]
-    info: MatchInfo
-    at_pick: bool
-    """Whether the blocks are visible from the pick on."""
-    sizes: Floats | None = None
-    """Tokens that each slot's engine has room for, where the index follows that."""
-    margin: float = 1.0
-    """How much more than that it keeps."""
+    `at_pick` says whether the blocks are visible from the pick on. `sizes` are the tokens that each slot's engine has room
+    for, where the index follows that, and `margin` how much more than that it keeps.
+    """
+
+    __slots__ = ("at_pick", "block_size", "chains", "info", "margin", "model", "prefixes", "sizes")
+
+    def __init__(
+        self,
+        prefixes: PrefixIndex,
+        model: str,
+        block_size: int,
+        chains: Sequence[Sequence[int]],
+        info: MatchInfo,
+        at_pick: bool,
+        sizes: Floats | None = None,
+        margin: float = 1.0,
+    ) -> None:
+        self.prefixes = prefixes
+        self.model = model
+        self.block_size = block_size
+        self.chains = chains
+        self.info = info
+        self.at_pick = at_pick
+        self.sizes = sizes
+        self.margin = margin
 
     def shared(self, slot: int) -> bytes:  # noqa: ARG002
         chains = [array("Q", chain).tobytes() for chain in self.chains]
@@ -189,12 +172,15 @@ class PrefixMatch(Struct, frozen=True, gc=False):
         return PrefixLearning(self, slot, [hold(slot, chain) for chain in self.chains])
 
 
-class PrefixLearning(Struct, frozen=True, gc=False):
+class PrefixLearning:
     """Blocks that are visible for the picked endpoint while the request is on its way."""
 
-    match: PrefixMatch
-    picked: int
-    holds: Sequence[Hold]
+    __slots__ = ("holds", "match", "picked")
+
+    def __init__(self, match: PrefixMatch, picked: int, holds: Sequence[Hold]) -> None:
+        self.match = match
+        self.picked = picked
+        self.holds = holds
 
     def confirm(self, slot: int | None, usage: Usage | None = None) -> None:  # noqa: ARG002
         match, index = self.match, self.match.prefixes

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from picker.core.endpoints import Flags
+from picker.core.arrays import Flags
 from picker.core.scheduling.api import Candidates, MatchInfo, Request, Rng
 
 

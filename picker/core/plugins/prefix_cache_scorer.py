@@ -10,7 +10,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from picker.core.endpoints import Floats
+from picker.core.arrays import Floats
 from picker.core.scheduling.api import Candidates, MatchInfo, Request, Rng
 
 NAME: Final = "prefix-cache-scorer"

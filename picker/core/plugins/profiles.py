@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from msgspec import Struct
 
-from picker.core.plugins.prefix_cache import WHOLE_PROMPT, PrefixCacheArgs
+from picker.core.plugins.prefix_cache_args import WHOLE_PROMPT, PrefixCacheArgs
 from picker.core.plugins.token_cost import NAME as TOKEN_COST
 
 

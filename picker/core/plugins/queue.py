@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from picker.core.endpoints import Floats
+from picker.core.arrays import Floats
 from picker.core.plugins.args import NoArgs
 from picker.core.plugins.load import NEUTRAL, unknown_as_average
 from picker.core.scheduling.api import Candidates, MatchInfo, Request, Rng

@@ -18,12 +18,14 @@ from picker.core.plugins.kv_cache_utilization import KvCacheUtilizationScorer
 from picker.core.plugins.kvcache_args import KvCacheArgs
 from picker.core.plugins.kvcache_aware import KvCacheProducer
 from picker.core.plugins.least_latency import LeastLatencyArgs, LeastLatencyScorer
-from picker.core.plugins.least_request import LeastRequestArgs, LeastRequestFilter, LeastRequestScorer
+from picker.core.plugins.least_request import LeastRequestFilter, LeastRequestScorer
+from picker.core.plugins.least_request_args import LeastRequestArgs
 from picker.core.plugins.load_aware import LoadAwareArgs, LoadAwareScorer
 from picker.core.plugins.lora_affinity import LoraAffinityFilter, LoraAffinityScorer
 from picker.core.plugins.no_hit_lru import NoHitLruArgs, NoHitLruScorer
-from picker.core.plugins.prefix_cache import PrefixCacheArgs, PrefixCacheProducer, PrefixScorer
+from picker.core.plugins.prefix_cache import PrefixCacheProducer, PrefixScorer
 from picker.core.plugins.prefix_cache_affinity import PrefixCacheAffinityArgs, PrefixCacheAffinityFilter
+from picker.core.plugins.prefix_cache_args import PrefixCacheArgs
 from picker.core.plugins.prefix_cache_scorer import NAME as PREFIX_CACHE_SCORER
 from picker.core.plugins.prefix_cache_scorer import PrefixCacheScorer, PrefixCacheScorerArgs
 from picker.core.plugins.queue import QueueScorer

@@ -17,9 +17,9 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
-from picker.core.endpoints import Floats, Integers, slots_of
+from picker.core.arrays import Floats, Integers, slots_of
 from picker.core.prompts import Prompt, Unused
-from picker.core.prompts.parse import ABSENT
+from picker.core.prompts.fields import ABSENT
 from picker.core.scheduling.api import Candidates, MatchInfo, Request, Rng
 from picker.core.sessions.chain import MAX_POSITIONS, Chain, Stored
 from picker.core.sessions.declared import SESSION_HEADERS, declared

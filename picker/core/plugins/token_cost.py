@@ -21,7 +21,7 @@ from typing import Annotated, NamedTuple
 import numpy as np
 from msgspec import Meta, Struct
 
-from picker.core.endpoints import Floats, Integers
+from picker.core.arrays import Floats, Integers
 from picker.core.scheduling.api import Candidates, MatchInfo, Request, Rng
 
 NAME = "token-cost"

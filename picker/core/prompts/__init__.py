@@ -1,5 +1,6 @@
 """From the bytes of a request to the text whose prefix an engine may hold."""
 
-from picker.core.prompts.parse import Prompt, Unused, parse
+from picker.core.prompts.fields import Prompt, Unused
+from picker.core.prompts.parse import parse
 
 __all__ = ["Prompt", "Unused", "parse"]

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple, Protocol
 
 from msgspec import Struct
 
-from picker.core.endpoints import EndpointTable, Flags, Floats, Integers, Slots
+from picker.core.arrays import Flags, Floats, Integers, Slots
+from picker.core.endpoint_table import EndpointTable
 from picker.core.exchange.effects import Decide
 from picker.core.prompts import Prompt
 from picker.core.usage import Usage

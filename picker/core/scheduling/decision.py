@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec import Struct
 
-from picker.core.endpoints import Endpoint, Floats, Integers, Slots
+from picker.core.arrays import Floats, Integers, Slots
+from picker.core.endpoints import Endpoint
 from picker.core.scheduling.api import Match, MatchInfo, Request, Work
 from picker.core.scheduling.explanation import why
 

@@ -14,7 +14,8 @@ import numpy as np
 from msgspec import Struct
 
 from picker.core.arrays import Flags, Slots
-from picker.core.endpoints import Endpoint, EndpointTable
+from picker.core.endpoint_table import EndpointTable
+from picker.core.endpoints import Endpoint
 from picker.core.headers import PREFILLER, SettableHeaderName
 from picker.core.scheduling.api import Candidates
 from picker.core.scheduling.decision import Decision, PrefillPlace, Reason

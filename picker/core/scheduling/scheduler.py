@@ -8,7 +8,8 @@ from typing import Final, NamedTuple, Protocol, cast
 
 import numpy as np
 
-from picker.core.endpoints import EndpointTable, Flags, Floats, Integers, Slots
+from picker.core.arrays import Flags, Floats, Integers, Slots
+from picker.core.endpoint_table import EndpointTable
 from picker.core.scheduling.api import (
     Candidates,
     Costing,

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Raw, Struct
 from xxhash import xxh3_64_intdigest
 
-from picker.core.prompts.parse import ABSENT, Prompt
+from picker.core.prompts.fields import ABSENT, Prompt
 
 SESSION_HEADERS: Final = (
     "x-session-id",

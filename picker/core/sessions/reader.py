@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from xxhash import xxh3_64_intdigest, xxh3_128_intdigest
 
-from picker.core.prompts.parse import ABSENT, Fields, Prompt
+from picker.core.prompts.fields import ABSENT, Fields, Prompt
 from picker.core.sessions.chain import Chain, Memory, Stored, Writer, text_chain
 from picker.core.sessions.frames import Blocks, encoded, item_blocks, message_blocks, string, without_markers
 from picker.core.tokens.lru import ByteLru

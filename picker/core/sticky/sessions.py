@@ -14,7 +14,7 @@ from typing import Final, Protocol
 
 from msgspec import Struct
 
-from picker.core.endpoints import EndpointTable
+from picker.core.endpoint_table import EndpointTable
 from picker.core.scheduling.api import Preparation, Request
 from picker.core.scheduling.decision import Decision, First
 from picker.core.sticky.bindings import Binding

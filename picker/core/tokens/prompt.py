@@ -16,7 +16,8 @@ import msgspec
 from msgspec import Raw, Struct
 
 from picker.core.prompts.complexity import too_complex
-from picker.core.prompts.parse import MAX_MODEL_LENGTH, MAX_PROMPTS, Unused
+from picker.core.prompts.fields import Unused
+from picker.core.prompts.parse import MAX_MODEL_LENGTH, MAX_PROMPTS
 
 _WITHOUT_EFFECT = frozenset({
     "best_of", "cache_salt", "frequency_penalty", "ignore_eos", "logit_bias", "logprobs",

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Any
 
 import msgspec
-from msgspec import Struct
 
 from picker.core.director import Director
 from picker.core.exchange.effects import Decide
-from picker.core.exchange.events import BodyMode
-from picker.core.exchange.machine import Exchange
 from picker.core.exchange.outcomes import Refused
-from picker.core.headers import CLIENT_FORBIDDEN
 from picker.core.scheduling.api import Request
 from picker.core.scheduling.decision import Decision, Reason
 from picker.core.telemetry import Telemetry
@@ -22,6 +18,7 @@ from picker.core.tickets import Ticket
 from picker.io.admission import Gate
 from picker.io.afterwards import Afterwards, Later
 from picker.io.extproc.observer import Observations
+from picker.io.extproc.settings import ExtProcSettings
 from picker.io.extproc.stream import ExtProcStream
 from picker.io.preparing import together
 from picker.io.rpc import Call, HandlerFactory
@@ -35,23 +32,6 @@ _REFUSALS = {
     Reason.SATURATED: (429, "the pool is saturated and the request may not wait any longer; try again later"),
     Reason.FILTERED_OUT: (429, "every endpoint is saturated; try again later"),
 }
-
-
-class ExtProcSettings(Struct, frozen=True):
-    """What the service takes from the configuration; may be replaced between two streams.
-
-    `learn_usage` asks Envoy for response bodies and reads in them what engines say of tokens. `exchange` makes the state
-    machine of a stream, which takes the `control_headers` from clients.
-    """
-
-    max_body_bytes: int = 16 * 1024 * 1024
-    max_buffered_bytes: int = 1024 * 1024 * 1024
-    assumed_request_body: BodyMode | None = None
-    mode_grace_seconds: float = 0.02
-    retry_after_seconds: int = 1
-    learn_usage: bool = False
-    control_headers: frozenset[str] = CLIENT_FORBIDDEN
-    exchange: Callable[..., Exchange] = Exchange
 
 
 class ExtProcService:

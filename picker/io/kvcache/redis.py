@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from picker.core.endpoints import EndpointTable
+from picker.core.endpoint_table import EndpointTable
 from picker.core.kv_index.owners import Candidate, OwnedPrefix
 from picker.core.plugins.kvcache_args import KvCacheArgs, RedisArgs
 from picker.core.plugins.kvcache_aware import KvCacheProducer

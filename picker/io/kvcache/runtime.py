@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import structlog
 from msgspec.structs import replace
 
+from picker.core.arrays import slots_of
 from picker.core.block_hashes.prompts import PromptHashes
 from picker.core.block_index.prediction import Prediction
 from picker.core.director import Director
-from picker.core.endpoints import slots_of
 from picker.core.exchange.effects import Decide
 from picker.core.kv_index.owners import OwnedPrefix
 from picker.core.plugins.kvcache_args import IndexMode, KvCacheArgs, Way

@@ -10,7 +10,7 @@ from itertools import pairwise
 import structlog
 
 from picker.core.block_index.source import SourceStats
-from picker.core.endpoints import EndpointTable
+from picker.core.endpoint_table import EndpointTable
 from picker.core.plugins.kvcache_args import IndexMode
 from picker.core.plugins.kvcache_aware import KvCacheProducer
 from picker.core.tokens.prompt import TokenPrompt

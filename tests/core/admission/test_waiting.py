@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from picker.core.admission.saturation import flow_of, priority_of, saturation
 from picker.core.admission.settings import AdmissionSettings
 from picker.core.admission.waiting import Waiter, WaitingLine
-from picker.core.endpoints import Endpoint, EndpointTable, EngineMetrics
+from picker.core.endpoint_table import EndpointTable
+from picker.core.endpoints import Endpoint, EngineMetrics
 
 
 class Model:

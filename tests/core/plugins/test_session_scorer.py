@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from picker.core.director import Director
-from picker.core.endpoints import Endpoint, EndpointTable
+from picker.core.endpoint_table import EndpointTable
+from picker.core.endpoints import Endpoint
 from picker.core.exchange.effects import BodyState, Decide, Finish, LearnedOn
 from picker.core.exchange.events import BodyMode
 from picker.core.plugins.prefix_cache_scorer import PrefixCacheScorer, PrefixCacheScorerArgs, ProducerName

@@ -10,7 +10,8 @@ from hashlib import sha256
 import pytest
 
 from picker.core.director import Director
-from picker.core.endpoints import Endpoint, EndpointTable, EngineMetrics
+from picker.core.endpoint_table import EndpointTable
+from picker.core.endpoints import Endpoint, EngineMetrics
 from picker.core.exchange.effects import BodyState, Decide, Finish, LearnedOn
 from picker.core.plugins.registry import SchedulerSpec, build_scheduler
 from picker.core.scheduling.decision import First, Reason

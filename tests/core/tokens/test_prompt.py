@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from picker.core.prompts.parse import Unused
+from picker.core.prompts.fields import Unused
 from picker.core.tokens.prompt import Api, EngineRequest, ModelNames, Served, read_engine_request
 
 
