@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
-from typing import Any
+from typing import Any, NoReturn
 
 import hiredis
-import structlog
 from msgspec import Struct
 
 from picker.core.kv_index.circuit import CircuitBreaker, CircuitState
-from picker.io.kv_index.backoff import Backoff
-from picker.io.kv_index.redis_connection import Command, RedisConnection, RedisSettings, RedisUnavailableError
-
-logger = structlog.get_logger(__name__)
+from picker.io.kv_index.reconnecting import Reconnecting
+from picker.io.kv_index.redis_connection import (
+    Away,
+    Command,
+    RedisConnection,
+    RedisSettings,
+    RedisUnavailableError,
+)
 
 
 class Lookup(StrEnum):
@@ -60,26 +63,29 @@ class RedisClient:
         self.circuit = CircuitBreaker(settings.failures, settings.pause, settings.most_pause, jitter)
         self._redis = redis
         self._settings = settings
-        self._without = without
-        self._backoff = Backoff(settings.reconnect, settings.most_reconnect, jitter)
         self._connection: RedisConnection | None = None
-        self._said = ""
+        self._failure = Away.BROKEN
+        self._reconnecting = Reconnecting(
+            away=f"Redis is not available; {without}",
+            back="Redis client initialized successfully",
+            shortest=settings.reconnect,
+            longest=settings.most_reconnect,
+            jitter=jitter,
+        )
 
     @property
     def connected(self) -> bool:
         return self._connection is not None
 
+    @property
+    def failures(self) -> Mapping[str, int]:
+        """How often Redis was found not to be available, by reason."""
+        return self._reconnecting.failures
+
     async def run(self) -> None:
         """Stay connected until cancelled: connect again when the connection breaks, and probe an open circuit."""
         try:
-            while True:
-                try:
-                    await self._stay_connected()
-                except RedisUnavailableError as error:
-                    if str(error) != self._said:
-                        self._said = str(error)
-                        logger.warning(f"Redis is not available; {self._without}", error=self._said)  # noqa: G004
-                await asyncio.sleep(self._backoff.next())
+            await self._reconnecting.run(self._stay_connected)
         finally:
             self._disconnect()
 
@@ -98,42 +104,43 @@ class RedisClient:
             async with asyncio.timeout(self._settings.budget):
                 replies = await self._connection.ask(commands)
         except TimeoutError:
-            self._failed()
+            self._failed(Away.TIMEOUT)
             return Lookup.TIMEOUT, []
         except RedisUnavailableError:
             return Lookup.UNAVAILABLE, []
         if any(
             isinstance(reply, hiredis.ReplyError) and not (wrong_type and _is_wrong_type(reply)) for reply in replies
         ):
-            self._failed()
+            self._failed(Away.REFUSED)
             return Lookup.REFUSED, []
         self.circuit.succeeded()
         return Lookup.OK, replies
 
-    def _failed(self) -> None:
+    def _failed(self, why: Away) -> None:
         """Count a failure. An open circuit also gives up the connection, since whatever is stuck in it stays stuck."""
         now = asyncio.get_running_loop().time()
         self.circuit.failed(now)
         if self.circuit.state(now) is not CircuitState.CLOSED:
+            self._failure = why
             self._disconnect()
 
-    async def _stay_connected(self) -> None:
-        await asyncio.sleep(self.circuit.until_probe(asyncio.get_running_loop().time()))
+    async def _stay_connected(self) -> NoReturn:
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(self.circuit.until_probe(loop.time()))
         connection = await self._probed()
         self.circuit.succeeded()
         self.connects += 1
         self._connection = connection
-        self._said = ""
-        logger.info("Redis client initialized successfully", host=self._redis.host, port=self._redis.port)
+        self._failure = Away.BROKEN
+        self._reconnecting.is_back(loop.time(), host=self._redis.host, port=self._redis.port)
         try:
-            connected_at = asyncio.get_running_loop().time()
             await connection.closed.wait()
-            if asyncio.get_running_loop().time() - connected_at > self._settings.most_reconnect:
-                self._backoff.reset()
         finally:
             connection.close()
             if self._connection is connection:
                 self._connection = None
+        text = "the connection broke" if self._failure is Away.BROKEN else "it failed too often in a row"
+        raise RedisUnavailableError(text, self._failure)
 
     async def _probed(self) -> RedisConnection:
         """Open a connection on which Redis answers within the budget."""
@@ -148,8 +155,9 @@ class RedisClient:
             now = asyncio.get_running_loop().time()
             if self.circuit.state(now) is CircuitState.HALF_OPEN:
                 self.circuit.failed(now)
-            reason = str(error) or f"no answer within {self._settings.budget} s"
-            raise RedisUnavailableError(reason) from error
+            if isinstance(error, RedisUnavailableError):
+                raise
+            raise RedisUnavailableError(f"no answer within {self._settings.budget} s", Away.TIMEOUT) from error
         return connection
 
     def _disconnect(self) -> None:

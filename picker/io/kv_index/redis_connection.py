@@ -10,6 +10,7 @@ import asyncio
 import ssl
 from collections import deque
 from collections.abc import Iterable, Sequence
+from enum import StrEnum
 from typing import Any
 
 import hiredis
@@ -24,8 +25,23 @@ MAX_REPLY_BYTES = 64 << 20
 Command = tuple[str | int | float | bytes | memoryview, ...]
 
 
+class Away(StrEnum):
+    """Why Redis cannot be asked; the label of counters."""
+
+    UNREACHABLE = "unreachable"
+    TIMEOUT = "timeout"
+    REFUSED = "refused"
+    """It answers with errors."""
+    BROKEN = "broken"
+    """The connection is gone, or what comes over it is not Redis."""
+
+
 class RedisUnavailableError(Exception):
-    """Redis cannot be asked: it does not answer, refuses us, or the connection is gone."""
+    """Redis cannot be asked; `reason` says what kind of failure that is."""
+
+    def __init__(self, text: str, reason: Away = Away.BROKEN) -> None:
+        super().__init__(text)
+        self.reason = reason
 
 
 class RedisSettings(Struct, frozen=True):
@@ -72,8 +88,8 @@ class RedisConnection(asyncio.Protocol):
         except (OSError, TimeoutError, RedisUnavailableError) as error:
             if connection is not None:
                 connection.close()
-            reason = str(error) or "timed out"
-            raise RedisUnavailableError(f"Redis at {settings.host}:{settings.port}: {reason}") from error
+            text = f"Redis at {settings.host}:{settings.port}: {str(error) or 'timed out'}"
+            raise RedisUnavailableError(text, _why(error)) from error
         except asyncio.CancelledError:
             if connection is not None:
                 connection.close()
@@ -89,7 +105,7 @@ class RedisConnection(asyncio.Protocol):
             commands.append(("SELECT", settings.db))
         for reply in await self.ask([*commands, ("PING",)]):
             if isinstance(reply, hiredis.ReplyError):
-                raise RedisUnavailableError(str(reply))
+                raise RedisUnavailableError(str(reply), Away.REFUSED)
 
     async def ask(self, commands: Sequence[Command]) -> list[Any]:
         """Send commands together; returns their replies, errors among them as `hiredis.ReplyError`.
@@ -159,6 +175,22 @@ def scanned(reply: object) -> tuple[bytes, list[bytes]]:
         case [bytes() as cursor, list() as keys]:
             return cursor, keys
     raise RedisUnavailableError(f"SCAN was answered with {reply!r:.200}")
+
+
+def run_id(reply: object) -> str | None:
+    """Read the reply to INFO server: what tells this Redis process from others, None if it does not say."""
+    if isinstance(reply, bytes):
+        for line in reply.decode("utf-8", "replace").splitlines():
+            name, _, value = line.partition(":")
+            if name == "run_id":
+                return value
+    return None
+
+
+def _why(error: Exception) -> Away:
+    if isinstance(error, RedisUnavailableError):
+        return error.reason
+    return Away.TIMEOUT if isinstance(error, TimeoutError) else Away.UNREACHABLE
 
 
 def _packed(commands: Iterable[Command]) -> bytes:

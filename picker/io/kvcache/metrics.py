@@ -137,6 +137,12 @@ def kv_cache_readings(owner: Owner) -> list[Family]:
             read(lambda current: [((), current.redis.reader.connects)] if current.redis else ()),
         ),
         counter(
+            "redis_failures_total",
+            "reason",
+            "How often Redis was found not to be available. The log says what to look at.",
+            read(lambda current: by_label(current.redis.reader.client.failures) if current.redis else ()),
+        ),
+        counter(
             "predictions_total",
             "outcome",
             "Answers of /v1/cache/predict.",

@@ -80,4 +80,10 @@ def sticky_readings(owner: Owner) -> list[Family]:
             "Connections to Redis. Rising means that it fails again and again.",
             redis(lambda store: [((), store.client.connects)]),
         ),
+        counter(
+            "sticky_redis_failures_total",
+            "reason",
+            "How often Redis was found not to be available. The log says what to look at.",
+            redis(lambda store: by_label(store.client.failures)),
+        ),
     ]
