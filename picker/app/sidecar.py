@@ -168,7 +168,12 @@ class Sidecar:
         }
         if self.redis is not None:
             redis = self.redis
-            stats["redis"] = {"in_step": redis.in_step, "behind": redis.behind, **redis.counts}
+            stats["redis"] = {
+                "in_step": redis.in_step,
+                "behind": redis.behind,
+                **redis.counts,
+                "failures": redis.failures,
+            }
         if self.streams is not None:
             stats["streams"] = {"open": self.streams.streams, **self.streams.counts}
         return web.json_response(stats)

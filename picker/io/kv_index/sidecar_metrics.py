@@ -58,7 +58,13 @@ def _families(
     if redis is not None:
         yield _gauge("redis_in_step", "", "Redis says what the engine holds.", {(): redis.in_step})
         yield _gauge("redis_behind", "", "Changes that are not in Redis yet.", {(): redis.behind})
-        yield _counter("redis", "what", "What happened with Redis.", redis.counts)
+        yield _counter(
+            "redis",
+            "what",
+            "What happened with Redis. `missing` and `lost` rise: it drops what is written; see its maxmemory-policy.",
+            redis.counts,
+        )
+        yield _counter("redis_failures", "reason", "How often Redis was found not to be available.", redis.failures)
     if streams is not None:
         yield _gauge("streams", "", "Open streams of routers.", {(): streams.streams})
         yield _counter("streams", "what", "Registrations and how streams ended.", streams.counts)

@@ -65,7 +65,7 @@ async def test_what_is_held_for_long_is_said_again(redis_server, background, unt
         assert event == {"type": "cleared"}
         await until(lambda: writer.in_step)
         async with redis_server.client() as client:
-            assert await client.keys("*") == []
+            assert await client.keys("matrix:kv:block:*") == []
     streams.stop()
     await runner.cleanup()
 

@@ -14,6 +14,7 @@ from picker.io.kv_index.redis_stale import delete_stale_owners
 from picker.io.kv_index.redis_writer import RedisWriter, WriterSettings
 
 POD = "pod-1.default"
+MARKER = f"picker:kv:sidecar:{POD}"
 ONE_TO_FOUR = 4233425515844289900
 FIVE_TO_EIGHT = 929962052233473060
 FAST = WriterSettings(timeout=0.3, reconnect=0.01, most_reconnect=0.05)
@@ -26,6 +27,7 @@ def stored(names, tokens, parent=None, **fields) -> BlockStored:
 class Sidecar:
     def __init__(self, settings: RedisSettings, *, pod=POD, engine="vllm", model="qwen", options=FAST) -> None:
         self.ownership = Ownership(model)
+        self.pod = pod
         self.writer = RedisWriter(settings, self.ownership, pod, engine, options)
 
     def apply(self, *events) -> None:
@@ -53,6 +55,7 @@ async def test_the_layout_is_kthenas(redis_server, background, until):
                 f"matrix:kv:block:qwen@{FIVE_TO_EIGHT}",
                 f"vllm:kv:block:{POD}@111",
                 f"vllm:kv:block:{POD}@222",
+                MARKER,
             ]
         )
         ((pod, at),) = (await client.hgetall(f"matrix:kv:block:qwen@{ONE_TO_FOUR}")).items()
@@ -65,11 +68,11 @@ async def test_the_layout_is_kthenas(redis_server, background, until):
         sidecar.apply(BlockRemoved((111,)))
         await until(lambda: sidecar.writer.in_step)
         assert sorted(await client.keys("*")) == sorted(
-            [f"matrix:kv:block:qwen@{FIVE_TO_EIGHT}", f"vllm:kv:block:{POD}@222"]
+            [f"matrix:kv:block:qwen@{FIVE_TO_EIGHT}", f"vllm:kv:block:{POD}@222", MARKER]
         )
         sidecar.apply(AllBlocksCleared())
         await until(lambda: sidecar.writer.in_step)
-        assert await client.keys("*") == []
+        assert await client.keys("*") == [MARKER]
 
 
 async def test_sglangs_names_are_signed(redis_server, background, until):
@@ -148,7 +151,7 @@ async def test_a_stalled_redis_gets_what_it_missed(redis_server, background, unt
     await until(lambda: sidecar.writer.in_step)
     redis_server.stall()
     sidecar.apply(BlockRemoved((1,)), stored([2], [5, 6, 7, 8]))
-    await until(lambda: sidecar.writer.counts["retries"] >= 2)
+    await until(lambda: sidecar.writer.failures["timeout"] >= 2)
     redis_server.resume()
     await until(lambda: sidecar.writer.in_step)
     async with redis_server.client() as client:
@@ -278,4 +281,4 @@ async def test_four_sidecars_and_a_redis_that_dies_in_between(redis_server, back
     async with redis_server.client() as client:
         for sidecar in sidecars:
             expected = {f"qwen@{block}" for block, _ in sidecar.ownership.holdings("qwen")}
-            assert (await owned(client, sidecar.writer._owner)).keys() == expected
+            assert (await owned(client, sidecar.pod)).keys() == expected
