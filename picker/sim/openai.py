@@ -7,7 +7,7 @@ none on a latency model. Every answer has exactly `max_tokens` tokens.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -16,6 +16,9 @@ from picker.sim.block_cache import UINT32
 from picker.sim.tokenizer import decode, encode, render_chat
 
 DEFAULT_MAX_TOKENS = 16
+
+Turn = tuple[str, str]
+"""Who says what."""
 
 
 class ApiError(Exception):
@@ -44,6 +47,8 @@ class Call(msgspec.Struct, frozen=True):
     """Streaming: put the usage in every chunk."""
     cache_salt: str | None = None
     read_cache: bool = True
+    turns: tuple[Turn, ...] | None = None
+    """What the answer goes on with, where it can be named later."""
 
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -130,6 +135,8 @@ class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool | None = False
     tools: msgspec.Raw = NOTHING
     cache_salt: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = True
 
 
 class MessagesBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -167,18 +174,28 @@ def chat(data: bytes) -> Call:
     return body.call([prompt], body.max_completion_tokens or body.max_tokens)
 
 
-def responses(data: bytes) -> Call:
-    """Read the body of POST /v1/responses. Raises ApiError."""
+def responses(data: bytes, earlier: Callable[[str | None], Sequence[Turn]]) -> Call:
+    """Read the body of POST /v1/responses; `earlier` are the turns up to an answer that it names. Raises ApiError.
+
+    Instructions are of one request only.
+    """
     body = _decode(ResponsesBody, data)
-    messages = _tools(body.tools)
+    ahead = _tools(body.tools)
     if body.instructions:
-        messages.append(("system", body.instructions))
+        ahead.append(("system", body.instructions))
+    turns = list(earlier(body.previous_response_id))
     if isinstance(body.input, str):
-        messages.append(("user", body.input))
+        turns.append(("user", body.input))
     else:
-        messages += map(_item, body.input)
-    max_tokens = body.max_output_tokens or DEFAULT_MAX_TOKENS
-    return Call(body.model, (render_chat(messages),), max_tokens, bool(body.stream), cache_salt=body.cache_salt or None)
+        turns += map(_item, body.input)
+    return Call(
+        body.model,
+        (render_chat([*ahead, *turns]),),
+        body.max_output_tokens or DEFAULT_MAX_TOKENS,
+        bool(body.stream),
+        cache_salt=body.cache_salt or None,
+        turns=None if body.store is False else tuple(turns),
+    )
 
 
 def messages(data: bytes) -> Call:
@@ -238,12 +255,12 @@ def _ids(tokens: object) -> array[int]:
         raise bad_request(f"prompt mixes types, or has a token id outside 0 .. 4294967295: {error}", "prompt") from None
 
 
-def _tools(tools: msgspec.Raw) -> list[tuple[str, str]]:
+def _tools(tools: msgspec.Raw) -> list[Turn]:
     text = _json(tools)
     return [] if text in ("null", "[]") else [("tools", text)]
 
 
-def _chat(messages: list[Message]) -> list[tuple[str, str]]:
+def _chat(messages: list[Message]) -> list[Turn]:
     if not messages:
         raise bad_request("messages is empty: give at least one", "messages")
     calls = [_json(message.tool_calls) for message in messages]
@@ -253,7 +270,7 @@ def _chat(messages: list[Message]) -> list[tuple[str, str]]:
     ]
 
 
-def _item(item: Item) -> tuple[str, str]:
+def _item(item: Item) -> Turn:
     role = {"function_call": "assistant", "function_call_output": "tool"}.get(item.type, item.role)
     return role, _text(item.content) + item.arguments + item.output
 

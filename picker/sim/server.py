@@ -35,6 +35,7 @@ from picker.sim.faults import Fault, Faults
 from picker.sim.openai import ApiError, Call, bad_request
 from picker.sim.prefill import Prefillers
 from picker.sim.publisher import EventFaults, KvEventPublisher
+from picker.sim.stored import ResponseStore
 from picker.sim.tokenizer import decode, generate
 
 VERSION = "0.32.0+sim"
@@ -54,12 +55,14 @@ class Api:
     """Of the identities of its answers."""
 
 
-APIS = {
-    "/v1/completions": Api(openai.completion, CompletionAnswer, "cmpl-"),
-    "/v1/chat/completions": Api(openai.chat, ChatAnswer, "chatcmpl-"),
-    "/v1/responses": Api(openai.responses, ResponsesAnswer, "resp_"),
-    "/v1/messages": Api(openai.messages, MessagesAnswer, "msg_"),
-}
+def apis(stored: ResponseStore) -> dict[str, Api]:
+    """All of them, by path."""
+    return {
+        "/v1/completions": Api(openai.completion, CompletionAnswer, "cmpl-"),
+        "/v1/chat/completions": Api(openai.chat, ChatAnswer, "chatcmpl-"),
+        "/v1/responses": Api(lambda data: openai.responses(data, stored.turns), ResponsesAnswer, "resp_"),
+        "/v1/messages": Api(openai.messages, MessagesAnswer, "msg_"),
+    }
 
 
 class EngineServer:
@@ -84,6 +87,7 @@ class EngineServer:
         self._number = 0
         self._turn = -1
         self._prefillers = Prefillers()
+        self._stored = ResponseStore()
         self._set_fault(config.fault)
 
     def _engine(self, rank: int) -> Engine:
@@ -94,7 +98,7 @@ class EngineServer:
         app = web.Application(client_max_size=MAX_BODY, middlewares=[self._errors])
         app.on_response_prepare.append(self._sign)
         app.on_cleanup.append(self._prefillers.close)
-        for path, api in APIS.items():
+        for path, api in apis(self._stored).items():
             app.router.add_post(path, self._generating(api))
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
@@ -144,16 +148,22 @@ class EngineServer:
             model, lora = self._model(call.model)
             identity = api.prefix + (request.headers.get("X-Request-Id") or uuid.uuid4().hex)
             answer = api.answer(call, identity, model, int(time.time()))
+
+            def keep(texts: Sequence[str]) -> None:
+                if call.turns is not None:
+                    self._stored.keep(identity, call.turns, texts[0])
+
             driver = self._driver(request.headers.get("X-data-parallel-rank"))
             there = await self._prefillers.compute(request, body)
             generation = self._start(driver, call, lora, transferred=there)
             try:
                 if call.stream:
-                    return await self._stream(request, answer, driver, generation, fault)
+                    return await self._stream(request, answer, driver, generation, fault, keep)
                 await generation.news()
                 if fault.mode in ("abort", "hang"):
                     await _misbehave(fault, request)
                 texts, usages = _texts(generation), self._usages(driver, generation)
+                keep(texts)
                 return web.Response(body=answer.whole(texts, _total(usages)), content_type=JSON)
             finally:
                 driver.cancel(generation)
@@ -192,7 +202,13 @@ class EngineServer:
         return driver.start(requests, streaming=call.stream)
 
     async def _stream(
-        self, request: web.Request, answer: Answer, driver: Driver, generation: Generation, fault: Fault
+        self,
+        request: web.Request,
+        answer: Answer,
+        driver: Driver,
+        generation: Generation,
+        fault: Fault,
+        keep: Callable[[Sequence[str]], None],
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": EVENT_STREAM})
         await response.prepare(request)
@@ -215,7 +231,9 @@ class EngineServer:
                     sent[index] = usage.completion
             chunks += 1
             if not generation.unfinished:
-                parts.append(answer.closing(_texts(generation), _total(usages)))
+                texts = _texts(generation)
+                keep(texts)
+                parts.append(answer.closing(texts, _total(usages)))
                 await response.write(b"".join(parts))
                 return response
             await response.write(b"".join(parts))
@@ -321,6 +339,7 @@ class EngineServer:
             publisher.close()
         for rank, driver in enumerate(self.drivers):
             driver.restart(self._engine(rank))
+        self._stored.clear()
         self._set_fault(self.faults.fault)
         for publisher in self._publishers:
             await publisher.restart()

@@ -194,6 +194,40 @@ async def test_responses_have_their_own_shape_of_usage_and_events(client: Client
     assert events[-1][1]["response"]["usage"] == whole["usage"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_response_can_be_named_by_a_later_request(client: Client, stream: bool) -> None:
+    async def ask(**body: Any) -> tuple[str, str, int, int]:
+        if stream:
+            answer = (await client.events("/v1/responses", max_output_tokens=20, **body))[-1][1]["response"]
+        else:
+            answer = await client.ok("/v1/responses", max_output_tokens=20, **body)
+        usage = answer["usage"]
+        text = answer["output"][0]["content"][0]["text"]
+        return answer["id"], text, usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"]
+
+    first, text, before, _ = await ask(input=LONG)
+    second, _, tokens, cached = await ask(input="more", previous_response_id=first)
+    # The prompt before, its answer, and what is new.
+    assert cached == (before + 19) // 16 * 16
+    whole = [
+        {"role": "user", "content": LONG},
+        {"role": "assistant", "content": text},
+        {"role": "user", "content": "more"},
+    ]
+    _, _, sent_whole, _ = await ask(input=whole)
+    assert sent_whole == tokens
+    _, _, longer, cached = await ask(input="more", previous_response_id=second)
+    assert cached == (tokens + 19) // 16 * 16
+    _, _, with_instructions, _ = await ask(input="more", previous_response_id=second, instructions="Be brief.")
+    assert with_instructions > longer
+    unstored, *_ = await ask(input=LONG, store=False)
+    for unknown in (unstored, "resp_unknown"):
+        status, answer = await client.post("/v1/responses", {"input": "more", "previous_response_id": unknown})
+        assert (status, answer["error"]["param"]) == (404, "previous_response_id")
+    assert (await client.post("/sim/restart", {}))[0] == 200
+    assert (await client.post("/v1/responses", {"input": "more", "previous_response_id": first}))[0] == 404
+
+
 async def test_messages_count_cached_tokens_apart(client: Client) -> None:
     body = {"model": "sim", "max_tokens": 4, "system": LONG, "messages": [{"role": "user", "content": "question"}]}
     cold = await client.ok("/v1/messages", **body)

@@ -8,7 +8,7 @@ import msgspec
 
 from picker.core.usage.counts import Tally
 from picker.core.usage.documents import Document, EventStream, WholeBody
-from picker.core.usage.reply import Reply
+from picker.core.usage.reply import MAX_ID_CHARACTERS, Reply
 from picker.core.usage.unpack import CorruptError, Unpacker, unpacker
 from picker.core.usage.usage import Drop, Usage
 
@@ -31,7 +31,7 @@ class _TooMuchError(Exception):
 
 
 class UsageReader:
-    """Reads one response's usage, and its reply with `keep_reply`.
+    """Reads one response's usage, and its reply and its id with `keep_reply`.
 
     `content_type` and `content_encoding` are the response's headers, b"" when there are none; `path` is the request's,
     which tells the API. `drops` counts what could not be used, by reason. Memory stays below a few MiB.
@@ -144,7 +144,7 @@ class UsageReader:
         if prompt is not None and cached is not None and cached > prompt:
             self._drop(Drop.WRONG_TYPE)
             cached = None
-        usage = Usage(prompt, cached, tally.completion_tokens, self._reply_text(), tally.model)
+        usage = Usage(prompt, cached, tally.completion_tokens, self._reply_text(), tally.model, self._response_id())
         return None if usage == Usage(model=tally.model) else usage
 
     def _reply_text(self) -> bytes:
@@ -156,6 +156,14 @@ class UsageReader:
         if reply.lost:
             self._drop(reply.lost)
         return reply.text()
+
+    def _response_id(self) -> str:
+        found = None if self._reply is None else self._reply.response_id
+        if isinstance(found, str) and len(found) <= MAX_ID_CHARACTERS:
+            return found
+        if found is not None:
+            self._drop(Drop.RESPONSE_ID)
+        return ""
 
     def _drop(self, why: Drop) -> None:
         self.drops[why] = self.drops.get(why, 0) + 1

@@ -1,4 +1,4 @@
-"""The text of a response, for the next turn of its conversation to be recognized by.
+"""The text of a response, for the next turn of its conversation to be recognized by, and the name that it may go by there.
 
 Only a reply that is one piece of plain text is told: with tool calls, reasoning or several parts, what the next turn
 will hold of it, and how, is the client's choice.
@@ -17,6 +17,8 @@ from picker.core.usage.usage import Drop
 
 MAX_REPLY_CHARACTERS: Final = 256 * 1024
 """A longer reply is not kept."""
+MAX_ID_CHARACTERS: Final = 512
+"""A longer id of a response is none; engines' have some forty."""
 
 
 class _Said(Struct, gc=False):
@@ -52,6 +54,7 @@ class _Item(Struct, gc=False):
 
 
 class _Response(Struct, gc=False):
+    id: Any = None
     status: str | None = None
     output: list[_Item] | None = None
 
@@ -85,7 +88,7 @@ _OVER = frozenset({"completed", "incomplete"})
 class Reply:
     """The reply of one response as far as it came. `lost` says why it will not be told."""
 
-    __slots__ = ("_length", "_parts", "_read", "_texts", "lost", "over")
+    __slots__ = ("_length", "_parts", "_read", "_texts", "lost", "over", "response_id")
 
     def __init__(self, path: str) -> None:
         self._read = _reader(path)
@@ -94,6 +97,8 @@ class Reply:
         self._parts = 0
         self.over = False
         self.lost: Drop | None = None
+        self.response_id: Any = None
+        """What a response that is over calls itself, whatever that is."""
 
     def add(self, data: bytes) -> None:
         """Take in a body, or one event. Raises ValueError, which msgspec's errors are, or RecursionError."""
@@ -157,6 +162,7 @@ def _response(reply: Reply, data: bytes) -> None:
     if response.status not in _OVER:
         return
     reply.over = True
+    reply.response_id = response.id
     for item in response.output or ():
         if item.type != "message":
             reply.lose(Drop.REPLY_NOT_TEXT)

@@ -13,7 +13,9 @@ class Usage(Struct, frozen=True, gc=False):
     `prompt_tokens` counts the whole prompt, the cached part of it included, whatever the API calls it;
     `cached_tokens` is what the engine took from its cache. `reply` is the text of the first choice in UTF-8, b"" when it
     was not kept, was too long, or is not all that the engine produced (tool calls, reasoning, a refusal, an answer that
-    broke off). `model` is the name that the engine gave to what answered, "" when it gave none.
+    broke off). `model` is the name that the engine gave to what answered, "" when it gave none. `response_id` is what a
+    later request of the Responses API may name as `previous_response_id`, "" where there is no such name or the answer did
+    not come to its end.
     """
 
     prompt_tokens: int | None = None
@@ -21,6 +23,7 @@ class Usage(Struct, frozen=True, gc=False):
     completion_tokens: int | None = None
     reply: bytes = b""
     model: str = ""
+    response_id: str = ""
 
 
 class Drop(StrEnum):
@@ -44,3 +47,5 @@ class Drop(StrEnum):
     REPLY_NOT_TEXT = "reply_not_text"
     """Tool calls, reasoning, a refusal or several parts: what the next turn will hold cannot be told."""
     REPLY_BROKE_OFF = "reply_broke_off"
+    RESPONSE_ID = "response_id"
+    """A response's own id is no text, or longer than ids are."""

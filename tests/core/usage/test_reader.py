@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from picker.core.usage import Drop, Usage, UsageReader
 from picker.core.usage.documents import MAX_DOCUMENT_BYTES, EventStream
-from picker.core.usage.reply import MAX_REPLY_CHARACTERS
+from picker.core.usage.reply import MAX_ID_CHARACTERS, MAX_REPLY_CHARACTERS
 from picker.sim.answers import ChatAnswer, CompletionAnswer, MessagesAnswer, ResponsesAnswer
 from picker.sim.answers import Usage as Spent
 from picker.sim.openai import Call
@@ -64,7 +64,8 @@ def expected(name, *, keep_reply=True):
     told = EXPECTED[name]
     counts = told["prompt_tokens"], told["cached_tokens"], told["completion_tokens"]
     reply = (told["reply"] or "").encode() if keep_reply else b""
-    return None if counts == (None,) * 3 and not reply else Usage(*counts, reply, told["model"])
+    response_id = told.get("response_id", "") if keep_reply else ""
+    return None if counts == (None,) * 3 and not reply else Usage(*counts, reply, told["model"], response_id)
 
 
 def cut(data, places):
@@ -154,7 +155,7 @@ def test_what_the_simulated_engine_sends(answers, path, places, texts):
     call = Call("m", (), len(texts), stream=True, include_usage=True)
     spent = Spent(prompt=50, completion=len(texts), cached=32)
     text = "".join(texts)
-    told = Usage(50, 32, len(texts), text.encode(), "m")
+    told = Usage(50, 32, len(texts), text.encode(), "m", "id" if path == "/v1/responses" else "")
     assert read([answers(call, "id", "m", 1).whole([text], spent)], b"application/json", b"", path) == (told, {})
     answer = answers(call, "id", "m", 1)
     stream = answer.opening([spent])
@@ -254,3 +255,41 @@ def test_nothing_is_said_twice_and_nothing_after_the_result():
     assert reader.drops == {Drop.REPLY_NOT_TEXT: 1}
     reader.feed(b'data: {"usage":{"prompt_tokens":1}}\n\n')
     assert reader.result().prompt_tokens == 12
+
+
+def answered(status="completed", **fields):
+    text = {"type": "output_text", "text": "Four."}
+    return {"status": status, "output": [{"type": "message", "content": [text]}], **fields}
+
+
+def read_response(response, path="/v1/responses"):
+    body = json.dumps(response).encode()
+    whole = read([body], b"application/json", b"", path)
+    event = json.dumps({"type": "response.completed", "response": response}).encode()
+    assert read([b"event: response.completed\ndata: " + event + b"\n\n"], EVENTS, b"", path) == whole
+    return whole
+
+
+@pytest.mark.parametrize("identity", [5, 1.5, True, ["a"], {"id": "a"}, "x" * (MAX_ID_CHARACTERS + 1), "x" * 200_000])
+def test_what_is_no_id_of_a_response_is_counted_and_costs_nothing_else(identity):
+    assert read_response(answered(id=identity)) == (Usage(reply=b"Four."), {Drop.RESPONSE_ID: 1})
+
+
+def test_only_what_a_later_request_can_name_has_an_id():
+    longest = "x" * MAX_ID_CHARACTERS
+    assert read_response(answered(id=longest)) == (Usage(reply=b"Four.", response_id=longest), {})
+    cut_short = Usage(reply=b"Four.", response_id="resp_1")
+    assert read_response(answered("incomplete", id="resp_1")) == (cut_short, {})
+    for status in ("failed", "cancelled", "in_progress", "queued"):
+        assert read_response(answered(status, id="resp_1")) == (None, {})
+    for identity in (None, ""):
+        assert read_response(answered(id=identity)) == (Usage(reply=b"Four."), {})
+    assert read_response({**answered(id="msg_1"), "content": []}, "/v1/messages")[0] is None
+    begun = {"type": "response.created", "response": answered("in_progress", id="resp_1", output=[])}
+    assert read([b"data: " + json.dumps(begun).encode() + b"\n\n"], EVENTS, b"", "/v1/responses")[0] is None
+
+
+def test_a_response_that_is_more_than_a_text_has_its_id():
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    usage, drops = read_response(answered(id="resp_1", output=[call], usage={"input_tokens": 9}))
+    assert (usage, drops) == (Usage(9, response_id="resp_1"), {Drop.REPLY_NOT_TEXT: 1})
