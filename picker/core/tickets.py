@@ -43,8 +43,11 @@ class Sharing(Protocol):
     def prefilled(self, number: int) -> None:
         """Its prompt is computed."""
 
-    def ended(self, number: int, served: str | None) -> None:
-        """It is over; `served` is the address of the endpoint that holds its prompt now, None if it failed."""
+    def ended(self, number: int, served: str | None, told: Sequence[tuple[str, bytes]] = ()) -> None:
+        """It is over; `served` is the address of the endpoint that holds its prompt now, None if it failed.
+
+        `told` is what was learnt at its end, by producer.
+        """
 
 
 _END = PrefillSignal.END
@@ -237,13 +240,26 @@ class Ticket(Load):
         served = (
             director.served_by(finish, self._slot if alive else None, self._routed_after) if finish.success else None
         )
-        if self._number and director.sharing is not None:
-            director.sharing.ended(self._number, None if served is None else self._table.endpoints[served].address)
-        if not finish.success:
-            for learning in self._learnings:
-                learning.undo()
-            return
+        told: Sequence[tuple[str, bytes]] = ()
+        try:
+            if finish.success:
+                told = self._learn(served, usage)
+            else:
+                for learning in self._learnings:
+                    learning.undo()
+        finally:
+            if self._number and director.sharing is not None:
+                address = None if served is None else self._table.endpoints[served].address
+                director.sharing.ended(self._number, address, told)
+
+    def _learn(self, served: int | None, usage: Usage | None) -> Sequence[tuple[str, bytes]]:
+        """Keep what was learnt; returns what other pickers are to know of it."""
+        director = self._director
         if usage is not None and usage.prompt_tokens:
             director.token_ratio.learn(self._model, self._text_bytes, usage.prompt_tokens)
         for learning in self._learnings:
             learning.confirm(served, usage)
+        if not self._number or director.sharing is None or served is None:
+            return ()
+        ends = (tell() for learning in self._learnings if (tell := getattr(learning, "told", None)) is not None)
+        return [told for told in ends if told is not None]

@@ -66,8 +66,20 @@ def session_readings(sources: Owner) -> list[Family]:
             "sessions_unread_total",
             "reason",
             "Requests whose content was not used, or not all of it. `unreadable` and `by_declared_id`: bodies are not sent "
-            "to the picker, too long, or compressed.",
+            "to the picker, too long, or compressed. `malformed_from_peer`: something else writes to the channel of `sharing`.",
             unread,
+        ),
+        gauge(
+            "session_names",
+            "",
+            "Declared ids and responses whose content is known.",
+            one(lambda producer: len(producer.names)),
+        ),
+        counter(
+            "session_names_evicted_total",
+            "",
+            "Those that were forgotten to make room: requests that name them are not matched by them.",
+            one(lambda producer: producer.names.evictions),
         ),
         gauge(
             "session_reader_memory_bytes",

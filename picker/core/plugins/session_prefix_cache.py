@@ -7,43 +7,36 @@ compute although they were there once tell what else is gone.
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 from typing import Annotated, Final
 
-import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
 from picker.core.arrays import Floats, Integers, slots_of
+from picker.core.plugins.session_learning import AdoptedPick, SessionLearning
 from picker.core.prompts import Prompt, Unused
 from picker.core.prompts.fields import ABSENT
 from picker.core.scheduling.api import Candidates, MatchInfo, Request, Rng
 from picker.core.sessions.chain import MAX_POSITIONS, Chain, Stored
 from picker.core.sessions.declared import SESSION_HEADERS, declared
-from picker.core.sessions.index import Claim, Evicted, SessionIndex
+from picker.core.sessions.index import Evicted, SessionIndex
+from picker.core.sessions.names import Names
 from picker.core.sessions.reader import ChainReader
-from picker.core.tokens.lru import ByteLru
-from picker.core.usage import Usage
+from picker.core.sessions.shared import chains_of, names_of, packed_chains, packed_names
 
 NAME: Final = "session-prefix-cache-producer"
 
 _MARGIN = 1.25
 """An index that is too large loses little, one that is too small a lot."""
 _BYTES_PER_TOKEN = 4
-_SURE_TOKENS = 1024
-"""Fewer tokens that an engine was to have, but computed, tell nothing of its cache."""
 _UNREADABLE = frozenset({
     Unused.BODY_MODE_STREAMED, Unused.BODY_TRUNCATED, Unused.CONTENT_ENCODING, Unused.TOO_COMPLEX
 })  # fmt: skip
-_MAX_SHARED_BYTES = 1 << 30
 _EXPORTED_POSITIONS = 8192
-"""Positions in a piece of what is exported; a chain is not cut."""
-_shared = msgspec.msgpack.Decoder(list[tuple[bytes, bytes]])
-
-_ALIAS_BYTES = 300
+"""Positions in a piece of what is exported, and names; a chain is not cut."""
 
 
 class Unread(StrEnum):
@@ -55,6 +48,8 @@ class Unread(StrEnum):
     UNREADABLE = "unreadable"
     BY_ID = "by_declared_id"
     """It is unreadable, too, but what its session held before is known."""
+    FROM_PEER = "malformed_from_peer"
+    """What another picker told of one, or of what it knows, is no such thing."""
 
 
 _Header = Annotated[str, Meta(pattern=r"^[!#$%&'*+.^_`|~0-9A-Za-z-]+$", max_length=256)]
@@ -97,8 +92,7 @@ class SessionPrefixCacheProducer:
             seconds=args.session_seconds,
         )
         self.reader = ChainReader()
-        self.aliases: ByteLru[int, Chain] = ByteLru(16 << 20)
-        """The content that was last seen with a declared id."""
+        self.names = Names()
         self.unread: Counter[Unread] = Counter()
         self.reporting: set[int] = set()
         """Slots whose engine has said that tokens came from its cache."""
@@ -127,7 +121,9 @@ class SessionPrefixCacheProducer:
         """
         prompt = request.prompt
         known = declared(prompt, self._headers)
-        stored = None if known.stored is None else Stored(known.stored, self.aliases.get(known.stored))
+        stored = None
+        if known.stored is not None:
+            stored = Stored(known.stored, self.names.get(known.stored), known.by_response)
         try:
             chains = self.reader.read(request.path, prompt, stored)
         except RecursionError:
@@ -137,8 +133,8 @@ class SessionPrefixCacheProducer:
             self.unread[Unread.TOO_LONG] += 1
         readable = prompt.unused not in _UNREADABLE
         if not readable:
-            aliases = (self.aliases.get(key) for key in known.ids)
-            chains = [chain for chain in aliases if chain is not None][:1]
+            named = (self.names.get(key) for key in known.ids)
+            chains = [chain for chain in named if chain is not None][:1]
             self.unread[Unread.BY_ID if chains else Unread.UNREADABLE] += 1
         if not chains:
             return None
@@ -158,11 +154,25 @@ class SessionPrefixCacheProducer:
     def adopt(self, slot: int, shared: bytes, now: float) -> AdoptedPick | None:
         """Claim what another picker sent to a slot; None for what is no such thing."""
         try:
-            pairs = _shared.decode(shared)
-            chains = [_adopted(hashes, sizes) for hashes, sizes in pairs]
-        except (msgspec.DecodeError, ValueError):
+            chains = chains_of(shared)
+        except ValueError:
+            self.malformed()
             return None
         return AdoptedPick(self, slot, [self.index.hold(slot, chain) for chain in chains], now) if chains else None
+
+    def adopt_names(self, shared: bytes) -> None:
+        """Take over what another picker knows of declared ids, by `export_names`; what is known here stays, if it is more."""
+        try:
+            named = names_of(shared)
+        except ValueError:
+            self.malformed()
+            return
+        for key, chain in named:
+            self.names.add(key, chain)
+
+    def malformed(self) -> None:
+        """Count what another picker cannot have meant."""
+        self.unread[Unread.FROM_PEER] += 1
 
     def export(self, slot: int) -> Iterator[bytes]:
         """What a slot is known to hold, in pieces for `adopt`, the least recent first."""
@@ -172,10 +182,23 @@ class SessionPrefixCacheProducer:
             chains.append(chain)
             positions += len(chain.hashes)
             if positions >= _EXPORTED_POSITIONS:
-                yield _packed(chains)
+                yield packed_chains(chains)
                 chains, positions = [], 0
         if chains:
-            yield _packed(chains)
+            yield packed_chains(chains)
+
+    def export_names(self) -> Iterator[bytes]:
+        """What declared ids stand for, in pieces for `adopt_names`, what was used longest ago first."""
+        named: list[tuple[int, Chain]] = []
+        positions = 0
+        for key, chain in self.names.all():
+            named.append((key, chain))
+            positions += len(chain.hashes) + 1
+            if positions >= _EXPORTED_POSITIONS:
+                yield packed_names(named)
+                named, positions = [], 0
+        if named:
+            yield packed_names(named)
 
     def forget(self, slot: int) -> None:
         self.index.forget(slot)
@@ -211,7 +234,7 @@ class SessionMatch(Struct, frozen=True, gc=False):
     def shared(self, slot: int) -> bytes:  # noqa: ARG002
         if not self.chains:
             return b""
-        return _packed(self.chains)
+        return packed_chains(self.chains)
 
     def picked(self, slot: int) -> SessionLearning:
         index = self.producer.index
@@ -222,88 +245,7 @@ class SessionMatch(Struct, frozen=True, gc=False):
         return SessionLearning(self, slot, claims)
 
 
-class SessionLearning(Struct, frozen=True, gc=False):
-    """What is assumed of the picked endpoint while the request is on its way."""
-
-    match: SessionMatch
-    slot: int
-    claims: Sequence[Claim]
-
-    def confirm(self, slot: int | None, usage: Usage | None = None) -> None:
-        """Keep it, for the endpoint that served, and with the engine's reply if that is known."""
-        chains = self.match.chains
-        if slot is None or not chains:
-            self.undo()
-            return
-        index, now = self.match.producer.index, self.match.now
-        if usage is not None and slot == self.slot:
-            self._refine(usage)
-        if usage is not None and usage.reply and len(chains) == 1:
-            chains = [chains[0].replied(usage.reply)]
-        if slot == self.slot and not all(map(index.holds, self.claims)):
-            return
-        if slot == self.slot and chains is self.match.chains:
-            for claim in self.claims:
-                index.keep(claim, now)
-        else:
-            for chain in chains:
-                index.keep(index.hold(slot, chain), now)
-            self.undo()
-        if len(chains) == 1:
-            for key in self.match.ids:
-                self.match.producer.aliases.put(key, chains[0], _ALIAS_BYTES + 12 * len(chains[0].hashes))
-
-    def undo(self) -> None:
-        for claim in self.claims:
-            self.match.producer.index.release(claim)
-
-    def _refine(self, usage: Usage) -> None:
-        """Learn from what the engine took from its cache. Some always say that this is nothing."""
-        producer, cached = self.match.producer, usage.cached_tokens
-        if cached:
-            producer.reporting.add(self.slot)
-        expected = sum(claim.known for claim in self.claims) / self.match.bytes_per_token
-        telling = self.match.reads_cache and self.slot in producer.reporting and expected >= _SURE_TOKENS
-        if cached is not None and telling and cached < expected / 2:
-            producer.index.lost(self.slot, min(claim.known_used for claim in self.claims))
-
-
-class AdoptedPick(Struct, frozen=True, gc=False):
-    """What another picker assumes of an endpoint."""
-
-    producer: SessionPrefixCacheProducer
-    slot: int
-    claims: Sequence[Claim]
-    now: float
-
-    def confirm(self, slot: int | None, usage: Usage | None = None) -> None:  # noqa: ARG002
-        if slot == self.slot:
-            for claim in self.claims:
-                self.producer.index.keep(claim, self.now)
-        else:
-            self.undo()
-
-    def undo(self) -> None:
-        for claim in self.claims:
-            self.producer.index.release(claim)
-
-
 def _reads_cache(prompt: Prompt) -> bool:
     """Whether the engine takes tokens from its cache; for log probabilities of the prompt it computes all."""
     fields = prompt.fields
     return fields is None or (fields.prompt_logprobs is ABSENT and fields.echo is ABSENT)
-
-
-def _packed(chains: Sequence[Chain]) -> bytes:
-    """Chains for another picker."""
-    return msgspec.msgpack.encode([(chain.hashes.tobytes(), chain.sizes.tobytes()) for chain in chains])
-
-
-def _adopted(hashes: bytes, sizes: bytes) -> Chain:
-    """A chain from another picker. Raises ValueError."""
-    chain = Chain(array("Q", hashes), array("I", sizes), 0)
-    if not 0 < len(chain.hashes) == len(chain.sizes) <= MAX_POSITIONS:
-        raise ValueError("as many sizes as hashes are needed")
-    if sum(chain.sizes) > _MAX_SHARED_BYTES:
-        raise ValueError("no prompt is that long")
-    return chain

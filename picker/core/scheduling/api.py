@@ -167,7 +167,11 @@ class Match(Protocol):
 
 
 class Learning(Protocol):
-    """A pick on its way. Exactly one of the two is called, once."""
+    """A pick on its way. Exactly one of the two is called, once.
+
+    What other pickers are to know of its end, a learning may tell by `told() -> (producer, bytes) | None` once it is
+    confirmed; theirs, from `Producer.adopt`, then is given these bytes by `hear(bytes)` before it is confirmed.
+    """
 
     def confirm(self, slot: int | None, usage: Usage | None = None) -> None:
         """The request succeeded on this slot; None: on an endpoint that is gone or was never ours.

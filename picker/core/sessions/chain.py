@@ -78,12 +78,26 @@ class Chain(Struct, frozen=True):
         writer.write(message_blocks(message))
         return writer.chain(writer.state, None, self.opening)
 
+    def named(self, key: int) -> Chain:
+        """The chain with a reply of which only its name is known: one more position, of no bytes."""
+        if self.state is None or self.rest is not None:
+            return self
+        writer = Writer(xxh3_64_intdigest(b"N%d" % key, self.state))
+        writer.begin(self.hashes, self.sizes)
+        writer.hashes.append(writer.state)
+        writer.sizes.append(0)
+        return writer.chain(writer.state, None, self.opening)
+
 
 class Stored(NamedTuple):
-    """Turns that the engine puts before those of a request, from its own memory: what they are called, and are."""
+    """Turns that the engine puts before those of a request, from its own memory: what they are called, and are.
+
+    With `fixed` they are that whatever the request says; else only if it has the same before its first turn.
+    """
 
     key: int
     chain: Chain | None
+    fixed: bool = False
 
 
 class Writer:
@@ -155,13 +169,15 @@ class Writer:
             self._memory.put(key, known, _ENTRY_BYTES + _POSITION_BYTES * len(known.hashes))
 
     def go_on_from(self, stored: Stored, opening: int) -> None:
-        """Put stored turns before those to come; only what came before the first turn has to be the same."""
-        chain = stored.chain
-        if chain is not None and chain.state is not None and chain.rest is None and chain.opening == opening:
-            self.begin(chain.hashes, chain.sizes)
-            self.state = chain.state
-        else:
-            self.state = xxh3_64_intdigest(b"S%d" % stored.key, opening)
+        """Put stored turns before those to come. What comes is another's where it cannot follow them."""
+        chain, state = stored.chain, None
+        if chain is not None:
+            if chain.rest is None and chain.opening == opening:
+                state = chain.state
+            if state is not None or stored.fixed:
+                self.begin(chain.hashes, chain.sizes)
+                self.size = chain.size
+        self.state = xxh3_64_intdigest(b"S%d" % stored.key, opening) if state is None else state
 
     def chain(self, state: int | None, rest: bytes | None, opening: int) -> Chain:
         """What was written, as far as it may go."""

@@ -1,6 +1,7 @@
 """Ids by which clients say that requests belong together: headers of sessions and agents, and fields of bodies.
 
-An id is only a name for content that was seen with it; it never stands for other content. Sources: the headers that
+An id is only a name for content that was seen with it; it never stands for other content. A response that is named is
+more: its engine itself puts what it remembers of it before the request, so it stands for that. Sources: the headers that
 llm-d's router and coding agents use, vLLM's `session_id`, OpenAI's `prompt_cache_key`, `conversation` and
 `previous_response_id`.
 """
@@ -28,10 +29,14 @@ MAX_ID_BYTES: Final = 1024
 
 
 class Declared(Struct, frozen=True):
-    """What a request says of itself. `ids` name its session, `stored` the turns that its engine is to put before it."""
+    """What a request says of itself. `ids` name its session, `stored` the turns that its engine is to put before it.
+
+    `by_response`: they are what the engine remembers of a response.
+    """
 
     ids: tuple[int, ...] = ()
     stored: int | None = None
+    by_response: bool = False
 
 
 _NOTHING = Declared()
@@ -41,6 +46,7 @@ def declared(prompt: Prompt, headers: Iterable[str] = SESSION_HEADERS) -> Declar
     """Read the ids of a request; `headers` are names in lower case."""
     ids: list[int] = []
     stored: int | None = None
+    response: int | None = None
     sent: Mapping[str, bytes] = prompt.headers
     if sent:
         for name in headers:
@@ -54,8 +60,15 @@ def declared(prompt: Prompt, headers: Iterable[str] = SESSION_HEADERS) -> Declar
         if fields.conversation is not ABSENT and (stored := _of_body("conversation", fields.conversation)) is not None:
             ids.append(stored)
         if fields.previous_response_id is not ABSENT:
-            stored = _of_body("response", fields.previous_response_id) or stored
+            response = _of_body("response", fields.previous_response_id)
+    if response is not None:
+        return Declared(tuple(ids), response, by_response=True)
     return Declared(tuple(ids), stored) if ids or stored is not None else _NOTHING
+
+
+def response_key(response_id: str) -> int:
+    """The key that a later request names a response by."""
+    return _key("response", response_id.encode())
 
 
 def _of_body(kind: str, raw: Raw) -> int | None:

@@ -32,10 +32,14 @@ class Prefilled(Struct, frozen=True, array_like=True, tag=2, gc=False):
 
 
 class Ended(Struct, frozen=True, array_like=True, tag=3, gc=False):
-    """It is over. `served` is the endpoint that holds its prompt now, "" when none does."""
+    """It is over. `served` is the endpoint that holds its prompt now, "" when none does.
+
+    `told` is what producers learnt at its end, by name.
+    """
 
     number: _Number
     served: _Address = ""
+    told: tuple[tuple[str, bytes], ...] = ()
 
 
 Event = Picked | Prefilled | Ended
@@ -66,13 +70,17 @@ class OnItsWay(Struct, frozen=True, array_like=True, tag=3, gc=False):
 
 
 class Known(Struct, frozen=True, array_like=True, tag=4, gc=False):
-    """Prompts that an endpoint holds, as a producer of another picker knows them. The last one names no producer."""
+    """Prompts that an endpoint holds, as a producer of another picker knows them; without an address, what names stand for.
+
+    The last one names no producer. `number` counts them from 0.
+    """
 
     sender: _Id
     to: _Id
     producer: Annotated[str, Meta(max_length=64)] = ""
     address: _Address = ""
     shared: bytes = b""
+    number: _Number = 0
 
 
 class Leaving(Struct, frozen=True, array_like=True, tag=5, gc=False):

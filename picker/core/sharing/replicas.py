@@ -8,12 +8,11 @@ requests with it. Time is a parameter; messages go out through `flush`.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 
 from picker.core.director import Director
-from picker.core.scheduling.api import Learning, Producer
+from picker.core.scheduling.api import Producer
 from picker.core.scheduling.decision import Decision
 from picker.core.sharing.messages import (
     Ask,
@@ -29,7 +28,7 @@ from picker.core.sharing.messages import (
     decode,
     encode,
 )
-from picker.core.tickets import Load
+from picker.core.sharing.peers import Peer, RemotePick
 
 ALIVE_SECONDS = 0.25
 """A picker with nothing to tell says so this often."""
@@ -60,45 +59,6 @@ class Heard(StrEnum):
     TOO_MANY = "too_many"
 
 
-class RemotePick(Load):
-    """A request that another picker sent."""
-
-    __slots__ = ("_learnings",)
-
-    def __init__(self, director: Director, slot: int, tokens: float, learnings: list[Learning], now: float) -> None:
-        super().__init__(director.table, slot, tokens, now)
-        self._learnings = learnings
-
-    def prefilled(self, now: float) -> None:
-        """Its prompt is computed."""
-        self._computed()
-        if self._alive:
-            self._sign(now)
-
-    def end(self, served: int | None, now: float, *, well: bool) -> None:
-        """It is over: its prompt is held by the slot that served it."""
-        self._leave(now, well=well)
-        for learning in self._learnings:
-            if well:
-                learning.confirm(served)
-            else:
-                learning.undo()
-
-
-@dataclass
-class _Peer:
-    """Another picker. `sequence` is that of its last batch that was taken."""
-
-    sequence: int
-    heard_at: float
-    picks: dict[int, RemotePick | None] = field(default_factory=dict)
-    asked_at: float | None = None
-    """While an answer is missing."""
-    warm: bool = False
-    """Whether it is to tell all that it knows of prompts, and has not yet."""
-    held: deque[Batch] = field(default_factory=deque)
-
-
 class Replicas:
     """What is told to others by the director, and what is heard from them."""
 
@@ -110,7 +70,7 @@ class Replicas:
         self.wake: Callable[[], None] = lambda: None
         """Called when there is something to tell, so that `flush` need not be called all the time."""
         self._director = director
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, Peer] = {}
         self._events: list[Event] = []
         self._open: dict[int, Picked] = {}
         """Our own requests on their way."""
@@ -157,10 +117,10 @@ class Replicas:
             self._open[number] = Picked(number, pick.address, 0.0, pick.shared)
         self._tell(Prefilled(number))
 
-    def ended(self, number: int, served: str | None) -> None:
-        """Tell that a request is over."""
+    def ended(self, number: int, served: str | None, told: Sequence[tuple[str, bytes]] = ()) -> None:
+        """Tell that a request is over, and what producers learnt at its end."""
         self._open.pop(number, None)
-        self._tell(Ended(number, served or ""))
+        self._tell(Ended(number, served or "", tuple(told)))
 
     def _tell(self, event: Event) -> None:
         if len(self._events) >= MOST_EVENTS:
@@ -210,10 +170,9 @@ class Replicas:
         """Take as many of the events that wait as one batch may have."""
         room, count = MOST_TOLD, 0
         for event in self._events[:EVENTS_PER_BATCH]:
-            if type(event) is Picked:
-                room -= _told(event)
-                if room < 0 and count:
-                    break
+            room -= _told(event)
+            if room < 0 and count:
+                break
             count += 1
         events, self._events = self._events[:count], self._events[count:]
         return tuple(events)
@@ -237,7 +196,10 @@ class Replicas:
         for name, peer in list(self._peers.items()):
             if now - peer.heard_at > GONE_SECONDS:
                 self._drop(name, now)
-            elif peer.asked_at is not None and now - peer.asked_at > ASK_AGAIN_SECONDS:
+            elif peer.asked_at is not None:
+                if now - peer.asked_at > ASK_AGAIN_SECONDS:
+                    self._ask(name, peer, now)
+            elif peer.warm and now - peer.warmed_at > ASK_AGAIN_SECONDS:
                 self._ask(name, peer, now)
 
     # What comes in
@@ -274,7 +236,7 @@ class Replicas:
         if peer is None:
             if len(self._peers) >= MOST_PICKERS:
                 return Heard.TOO_MANY
-            peer = self._peers[batch.sender] = _Peer(batch.sequence - 1, now)
+            peer = self._peers[batch.sender] = Peer(batch.sequence - 1, now)
             if batch.sequence > 1:
                 # It was there before us, or we were away: the first that we meet tells what it knows.
                 peer.warm, self._warm = not self._warm, True
@@ -296,7 +258,7 @@ class Replicas:
         self._apply(peer, batch, now)
         return Heard.TAKEN
 
-    def _apply(self, peer: _Peer, batch: Batch, now: float) -> None:
+    def _apply(self, peer: Peer, batch: Batch, now: float) -> None:
         peer.sequence = batch.sequence
         picks, producers = peer.picks, self._producers()
         for event in batch.events:
@@ -309,7 +271,7 @@ class Replicas:
             elif type(event) is Ended:
                 pick = picks.pop(event.number, None)
                 if pick is not None:
-                    pick.end(self._director.table.slot_of(event.served), now, well=bool(event.served))
+                    pick.end(self._director.table.slot_of(event.served), now, event.told, well=bool(event.served))
 
     def _add(
         self, picks: dict[int, RemotePick | None], event: Picked, producers: Mapping[str, Producer], now: float
@@ -325,7 +287,7 @@ class Replicas:
             producer = producers.get(name)
             learning = None if producer is None else producer.adopt(slot, shared, now)
             if learning is not None:
-                learnings.append(learning)
+                learnings.append((name, learning))
         picks[event.number] = RemotePick(self._director, slot, event.tokens, learnings, now)
 
     def _take_picks(self, told: OnItsWay, now: float) -> Heard:
@@ -350,6 +312,13 @@ class Replicas:
         self.wake()
 
     def _all_known(self, to: str) -> Iterator[Known]:
+        number = 0
+        for number, (name, address, shared) in enumerate(self._exported(), 1):
+            yield Known(self.name, to, name, address, shared, number - 1)
+        yield Known(self.name, to, number=number)
+
+    def _exported(self) -> Iterator[tuple[str, str, bytes]]:
+        """What producers know, by name and address."""
         table = self._director.table
         for name, producer in self._producers().items():
             export = getattr(producer, "export", None)
@@ -357,23 +326,38 @@ class Replicas:
                 continue
             for slot in table.slots.tolist():
                 for shared in export(slot):
-                    yield Known(self.name, to, name, table.endpoints[slot].address, shared)
-        yield Known(self.name, to)
+                    yield name, table.endpoints[slot].address, shared
+            if (export_names := getattr(producer, "export_names", None)) is not None:
+                for shared in export_names():
+                    yield name, "", shared
 
     def _learn(self, known: Known, now: float) -> None:
+        if (peer := self._peers.get(known.sender)) is not None:
+            self._count_piece(peer, known, now)
         if not known.producer:
-            if (peer := self._peers.get(known.sender)) is not None:
-                peer.warm = False
             return
         producer = self._producers().get(known.producer)
+        if not known.address:
+            if (adopt_names := getattr(producer, "adopt_names", None)) is not None:
+                adopt_names(known.shared)
+            return
         slot = self._director.table.slot_of(known.address)
         if producer is not None and slot is not None:
             learning = producer.adopt(slot, known.shared, now)
             if learning is not None:
                 learning.confirm(slot)
 
-    def _ask(self, name: str, peer: _Peer, now: float) -> None:
-        peer.asked_at = now
+    def _count_piece(self, peer: Peer, known: Known, now: float) -> None:
+        """Notice pieces that are missing. With the last one, all is known, or asked for again."""
+        peer.missed = known.number != 0 and (peer.missed or known.number != peer.pieces)
+        peer.pieces, peer.warmed_at = known.number + 1, now
+        if not known.producer and peer.warm:
+            peer.warm, peer.pieces = peer.missed, 0
+            if peer.warm:
+                self._ask(known.sender, peer, now)
+
+    def _ask(self, name: str, peer: Peer, now: float) -> None:
+        peer.asked_at = peer.warmed_at = now
         self._asks.append(Ask(self.name, name, peer.warm))
         self.wake()
 
@@ -391,7 +375,7 @@ class Replicas:
             self._ask(name, peer, now)
 
     @staticmethod
-    def _forget_picks(peer: _Peer, now: float) -> None:
+    def _forget_picks(peer: Peer, now: float) -> None:
         picks, peer.picks = peer.picks, {}
         for pick in picks.values():
             if pick is not None:
@@ -401,6 +385,10 @@ class Replicas:
         return {producer.name: producer for producer in self._director.scheduler.producers}
 
 
-def _told(pick: Picked) -> int:
+def _told(event: Event) -> int:
     """Bytes of what producers say of it."""
-    return sum(len(told) for _, told in pick.shared)
+    if type(event) is Picked:
+        return sum(len(told) for _, told in event.shared)
+    if type(event) is Ended and event.told:
+        return sum(len(told) for _, told in event.told)
+    return 0

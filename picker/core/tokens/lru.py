@@ -22,6 +22,10 @@ class ByteLru(Generic[K, V]):
     def __len__(self) -> int:
         return len(self._entries)
 
+    def items(self) -> list[tuple[K, V]]:
+        """Return all that is kept, what was used longest ago first."""
+        return [(key, value) for key, (value, _) in self._entries.items()]
+
     def get(self, key: K) -> V | None:
         """Return the value and keep it longest, or None."""
         entry = self._entries.get(key)

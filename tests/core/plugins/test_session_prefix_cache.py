@@ -20,6 +20,7 @@ from picker.core.plugins.session_prefix_cache import (
 )
 from picker.core.prompts import Prompt, Unused, parse
 from picker.core.scheduling.api import Candidates, Request
+from picker.core.sessions.declared import response_key
 from picker.core.sessions.index import Evicted
 from picker.core.usage import Usage
 
@@ -108,7 +109,7 @@ def test_matching_alone_changes_nothing():
     fleet = Fleet()
     for _ in range(3):
         fleet.match(messages=PARENT)
-    assert (fleet.producer.index.positions, len(fleet.producer.aliases)) == (0, 0)
+    assert (fleet.producer.index.positions, len(fleet.producer.names)) == (0, 0)
 
 
 def test_a_pick_is_visible_at_once_and_vanishes_if_it_fails():
@@ -334,6 +335,53 @@ def test_forks_of_one_stored_response_find_each_other():
     assert fleet.matched(RESPONSES, input=text) == [0, 0, 0]
 
 
+def test_what_follows_a_response_goes_where_that_is():
+    fleet, reply = Fleet(), Usage(reply=b"r" * 3000, response_id="resp_1")
+    fleet.serve(1, RESPONSES, input="q" * 3000, usage=reply)
+    assert fleet.fractions(RESPONSES, input="p" * 3000, previous_response_id="resp_1") == [0, 0.67, 0]
+    assert fleet.fractions(RESPONSES, input="?", previous_response_id="resp_1") == [0, 1, 0]
+    assert fleet.matched(RESPONSES, input="?", previous_response_id="resp_2") == [0, 0, 0]
+    # Its content, sent in full, is the same; another conversation is not, whatever was named before.
+    whole = [user("q" * 3000), assistant("r" * 3000), user("?")]
+    assert fleet.fractions(RESPONSES, input=whole) == [0, 1, 0]
+    assert fleet.matched(RESPONSES, input="?") == [0, 0, 0]
+    # The engine that has it is the only one that can answer, with other instructions too.
+    assert fleet.fractions(RESPONSES, input="?", instructions="new", previous_response_id="resp_1") == [0, 1, 0]
+    # Turns go on from each other, and fork.
+    for number in range(2, 5):
+        body = {"input": "p" * 1000, "previous_response_id": f"resp_{number - 1}"}
+        usage = Usage(reply=b"s" * 1000, response_id=f"resp_{number}")
+        fleet.serve(1, RESPONSES, **body, usage=usage)
+    turns = fleet.match(RESPONSES, input="?", previous_response_id="resp_4").info.matched.tolist()
+    assert 12_000 < turns[1] < 12_500
+    fork = fleet.match(RESPONSES, input="x", previous_response_id="resp_2").info.matched.tolist()
+    assert 8_000 < fork[1] < 8_300
+    assert fleet.producer.index.kept == 1
+
+
+def test_what_follows_a_response_that_is_no_text_goes_there_too():
+    fleet = Fleet()
+    fleet.serve(2, RESPONSES, input="q" * 3000, usage=Usage(prompt_tokens=750, response_id="resp_1"))
+    body = {"input": "p" * 3000, "previous_response_id": "resp_1"}
+    assert fleet.fractions(RESPONSES, **body) == [0, 0, 0.5]
+    fleet.serve(2, RESPONSES, **body)
+    assert fleet.fractions(RESPONSES, **body) == [0, 0, 1]
+    assert fleet.fractions(RESPONSES, input="q" * 3000) == [0, 0, 1]
+
+
+def test_a_response_is_no_more_than_its_endpoint_and_no_other_id():
+    fleet = Fleet()
+    fleet.serve(1, RESPONSES, input="q" * 3000, usage=Usage(reply=b"r", response_id="resp_1"))
+    for name in ("conversation", "prompt_cache_key", "session_id"):
+        assert fleet.matched(RESPONSES, input="?", **{name: "resp_1"}) == [0, 0, 0]
+    fleet.producer.restarted(1)
+    assert fleet.matched(RESPONSES, input="?", previous_response_id="resp_1") == [0, 0, 0]
+    learning = fleet.match(RESPONSES, input="q").picked(1)
+    learning.undo()
+    fleet.match(RESPONSES, input="q").picked(1).confirm(None, Usage(reply=b"r", response_id="resp_2"))
+    assert fleet.producer.names.get(response_key("resp_2")) is None
+
+
 @pytest.mark.parametrize("value", [None, 5, True, [], {}, {"id": 5}, "", "x" * 5000, {"id": ["a"]}])
 def test_what_is_no_id_is_none(value):
     fleet = Fleet()
@@ -393,6 +441,116 @@ def test_what_is_shared_is_small():
     assert len(Fleet().match(messages=[user("x" * 32_768)]).shared(1)) < 1_000
 
 
+NAMED = {"input": "?", "previous_response_id": "resp_1"}
+
+
+def end(there, slot, **body):
+    """What a picker tells of a request, and of its end."""
+    usage = body.pop("usage", None)
+    match = there.match(RESPONSES, **body)
+    learning = match.picked(slot)
+    shared = match.shared(slot)
+    learning.confirm(slot, usage)
+    return shared, learning.told()
+
+
+def test_the_reply_and_names_that_another_picker_learnt_are_known_here():
+    here, there = Fleet(), Fleet()
+    usage = Usage(reply=b"r" * 3000, response_id="resp_1")
+    shared, (name, told) = end(there, 1, input="q" * 3000, prompt_cache_key="k", usage=usage)
+    assert name == "session-prefix-cache-producer"
+    assert len(told) < 150
+    pick = here.producer.adopt(1, shared, 1.0)
+    pick.hear(told)
+    pick.confirm(1)
+    for fleet in (here, there):
+        assert fleet.fractions(RESPONSES, **NAMED) == [0, 1, 0]
+        assert fleet.matched(RESPONSES, **NAMED)[1] > 6000
+        assert fleet.producer.index.kept == 1
+        assert fleet.producer.index.held == 0
+        assert len(fleet.producer.names) == 2
+    # Turn by turn, each at the other.
+    usage = Usage(reply=b"s" * 3000, response_id="resp_2")
+    shared, (_, told) = end(here, 1, **NAMED, usage=usage)
+    pick = there.producer.adopt(1, shared, 2.0)
+    pick.hear(told)
+    pick.confirm(1)
+    assert there.matched(RESPONSES, input="!", previous_response_id="resp_2")[1] > 9000
+    assert there.producer.index.kept == 1
+
+
+def test_nothing_is_told_of_an_end_without_reply_or_name():
+    fleet = Fleet()
+    assert end(fleet, 1, input="q")[1] is None
+    assert end(fleet, 1, input="q", usage=Usage(prompt_tokens=9, cached_tokens=0))[1] is None
+    assert end(fleet, 1, input="q", prompt_cache_key="k")[1] is not None
+    learning = fleet.match(messages=PARENT, headers=SESSION).picked(1)
+    learning.undo()
+    assert learning.told() is None
+    learning = fleet.match(COMPLETIONS, prompt=["a", "b"], headers=SESSION).picked(1)
+    learning.confirm(1, Usage(reply=b"r"))
+    assert learning.told() is None
+
+
+def test_an_end_that_cannot_be_is_counted_and_the_pick_stays_what_it_was():
+    here, there = Fleet(), Fleet()
+    shared, (_, told) = end(there, 1, input="q" * 3000, usage=Usage(reply=b"r", response_id="resp_1"))
+    for wrong in (b"", b"\xc1", told[:-1], packed(), b"\x96\xcd\x40\x00" + told[2:]):
+        pick = here.producer.adopt(1, shared, 1.0)
+        pick.hear(wrong)
+        pick.confirm(1)
+        assert here.fractions(RESPONSES, input="q" * 3000) == [0, 1, 0]
+    two = here.producer.adopt(1, packed((b"12345678", b"1234"), (b"12345679", b"1234")), 1.0)
+    two.hear(told)
+    two.undo()
+    assert here.producer.unread[Unread.FROM_PEER] == 6
+    assert len(here.producer.names) == 0
+    assert here.producer.index.held == 0
+
+
+def test_an_end_after_a_restart_teaches_nothing():
+    here, there = Fleet(), Fleet()
+    shared, (_, told) = end(there, 1, input="q" * 3000, usage=Usage(reply=b"r", response_id="resp_1"))
+    pick = here.producer.adopt(1, shared, 1.0)
+    here.producer.restarted(1)
+    pick.hear(told)
+    pick.confirm(1)
+    assert (here.producer.index.positions, here.producer.index.held, len(here.producer.names)) == (0, 0, 0)
+
+
+def test_a_picker_that_starts_can_be_told_what_names_stand_for():
+    here, there = Fleet(), Fleet()
+    for n in range(40):
+        reply = Usage(reply=b"r" * 100, response_id=f"resp_{n}")
+        here.serve(n % 2, RESPONSES, input=f"{n:02}" * 80_000, usage=reply)
+    there.serve(0, RESPONSES, input="newer" * 900, conversation="c")
+    here.serve(0, RESPONSES, input="older", conversation="c")
+    for slot in range(3):
+        for piece in here.producer.export(slot):
+            there.producer.adopt(slot, piece, 1.0).confirm(slot)
+    pieces = list(here.producer.export_names())
+    assert len(pieces) > 1
+    assert max(map(len, pieces)) < 200_000
+    for piece in pieces:
+        there.producer.adopt_names(piece)
+    for n in range(40):
+        body = {"input": "?", "previous_response_id": f"resp_{n}"}
+        assert there.matched(RESPONSES, **body) == here.matched(RESPONSES, **body)
+        assert max(there.matched(RESPONSES, **body)) > 160_000
+    # Of a conversation that both know, what is longer.
+    assert there.matched(RESPONSES, input="?", conversation="c")[0] > 4_500
+    assert len(there.producer.names) == 41
+    assert not there.producer.unread
+
+
+@pytest.mark.parametrize("shared", [b"", b"\xc1", b"hello", msgspec.msgpack.encode([(5, b"", b"", 0, True)])])
+def test_names_that_are_none_are_counted(shared):
+    fleet = Fleet()
+    fleet.producer.adopt_names(shared)
+    assert len(fleet.producer.names) == 0
+    assert fleet.producer.unread == {Unread.FROM_PEER: 1}
+
+
 def packed(*pairs):
     return msgspec.msgpack.encode(list(pairs))
 
@@ -417,6 +575,7 @@ def packed(*pairs):
 def test_what_another_picker_could_not_have_sent_is_refused(shared):
     fleet = Fleet()
     assert fleet.producer.adopt(1, shared, 1.0) is None
+    assert fleet.producer.unread[Unread.FROM_PEER] == (shared != packed())
     assert fleet.producer.index.positions == 0
 
 

@@ -466,6 +466,34 @@ def test_stored_turns_that_are_known_come_first():
         assert common(other, whole) == 0
 
 
+def test_a_response_that_is_named_stands_for_all_of_it_whatever_the_request_says():
+    (begun,) = read(RESPONSES, instructions="Be brief.", input="Hello?")
+    known = Stored(1, begun.replied(b"Hi."), fixed=True)
+    (same,) = read(RESPONSES, stored=known, instructions="Be brief.", input="And now?")
+    assert same.hashes == chat(*BASE).hashes
+    found = [same]
+    for more in ({"instructions": "Be long."}, {}, {"instructions": "Be brief.", "model": "other"}):
+        (other,) = read(RESPONSES, stored=known, input="And now?", **more)
+        # What is named, and not what follows it for others.
+        assert [common(other, one) for one in found] == [len(known.chain.hashes)] * len(found)
+        found.append(other)
+    unfinished = chat(*BASE[:3])
+    assert unfinished.state is None
+    (after,) = read(RESPONSES, stored=Stored(1, unfinished, fixed=True), input="And now?")
+    assert common(after, unfinished) == len(unfinished.hashes) < len(after.hashes)
+
+
+def test_a_reply_of_which_only_the_name_is_known_is_a_position_without_bytes():
+    (before,) = read(RESPONSES, instructions="Be brief.", input="Hello?")
+    one, other = before.named(1), before.named(2)
+    assert common(one, other) == len(before.hashes) == len(one.hashes) - 1
+    assert one.size == before.size == sum(one.sizes)
+    (after,) = read(RESPONSES, stored=Stored(1, one), instructions="Be brief.", input="And now?")
+    assert common(after, one) == len(one.hashes) < len(after.hashes)
+    unfinished = chat(*BASE[:3])
+    assert unfinished.named(1) is unfinished
+
+
 # --- Hostile bodies -----------------------------------------------------------------------------------------------
 
 anything = st.recursive(
