@@ -26,6 +26,7 @@ from picker.app.sidecar_predict import SidecarPredictions
 from picker.app.sidecar_settings import SettingsError, SidecarSettings, SyncMode, add_arguments, read_settings
 from picker.core.kv_index.ownership import Ownership
 from picker.core.kv_index.stream_protocol import WRONG_MODE
+from picker.io.keep import keep
 from picker.io.kv_events.source import KvEventHandler
 from picker.io.kv_events.subscriber import KvEventSubscriber
 from picker.io.kv_index.engine_face import EngineFace
@@ -194,16 +195,7 @@ class Sidecar:
 
     def _keep(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
         """Do something for as long as the sidecar runs, again and again should it ever fail."""
-
-        async def forever() -> None:
-            while True:
-                try:
-                    await work()
-                except Exception:
-                    logger.exception("A part of the sidecar has failed; it begins again", part=name)
-                await asyncio.sleep(1)
-
-        self._tasks.append(asyncio.create_task(forever(), name=f"sidecar {name}"))
+        self._tasks.append(asyncio.create_task(keep(name, work), name=f"sidecar {name}"))
 
 
 def _tls_context(certificate: Path, key: Path) -> ssl.SSLContext:

@@ -15,6 +15,7 @@ from picker.core.block_hashes.prompts import PromptHashes
 from picker.core.block_index.index import BlockIndex
 from picker.core.plugins.kvcache_args import KvCacheArgs, Way
 from picker.core.tokens.prompt import ModelNames
+from picker.io.keep import keep
 from picker.io.kv_events.rank import RankSubscription
 from picker.io.kvcache.oracle import EngineHolder, Oracle
 from picker.io.kvcache.sources import EngineFeed
@@ -56,7 +57,7 @@ class SidecarPredictions:
         chain = await open_tokenizers(KvCacheArgs(tokenizers=(Way.ENGINE,)), lambda: engine, self._stack)
         chain.settings = ChainSettings(_DEADLINE, _DEADLINE, names=names)
         self._chain = chain
-        sweeping = asyncio.create_task(self._sweep())
+        sweeping = asyncio.create_task(keep("prediction sweep", self._sweep))
         self._stack.callback(sweeping.cancel)
         return self
 

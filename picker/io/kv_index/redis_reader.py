@@ -11,6 +11,7 @@ import structlog
 
 from picker.core.block_index.index import TIER_WEIGHTS
 from picker.core.kv_index.owners import Candidate, OwnedPrefix, block_key, owned_prefix
+from picker.io.keep import keep
 from picker.io.kv_index.redis_client import ClientSettings, Lookup, RedisClient
 from picker.io.kv_index.redis_connection import RedisConnection, RedisSettings, RedisUnavailableError
 from picker.io.kv_index.redis_stale import delete_stale_owners
@@ -27,7 +28,7 @@ class ReaderSettings(ClientSettings, frozen=True):
     """How long to wait for Redis, and when ownerships are too old. Times in seconds."""
 
     collect_every: float = 3600.0
-    """How often ownerships are deleted that are older than `stale_after`, by every picker; 0: never."""
+    """How often ownerships are deleted that are older than `stale_after`, by every picker; it may take as long."""
     stale_after: float = 86_400.0
 
 
@@ -64,7 +65,7 @@ class RedisReader:
 
     async def run(self) -> None:
         """Stay connected until cancelled."""
-        collecting = asyncio.create_task(self._collect(), name="redis stale owners")
+        collecting = asyncio.create_task(keep("redis stale owners", self._collect))
         try:
             await self.client.run()
         finally:
@@ -97,15 +98,16 @@ class RedisReader:
 
     async def _collect(self) -> None:
         """Delete stale ownerships, on a connection of its own so that no lookup waits; pickers do it in turns."""
-        while self._settings.collect_every > 0:
+        while True:
             await asyncio.sleep(self._settings.collect_every * (1 + self._jitter()) / 2)
             try:
                 connection = await RedisConnection.open(self._redis)
             except RedisUnavailableError:
                 continue
             try:
-                self.collected += await delete_stale_owners(connection, age=self._settings.stale_after)
-            except RedisUnavailableError as error:
-                logger.warning("Stale ownerships could not be deleted", error=str(error))
+                async with asyncio.timeout(self._settings.collect_every):
+                    self.collected += await delete_stale_owners(connection, age=self._settings.stale_after)
+            except (RedisUnavailableError, TimeoutError) as error:
+                logger.warning("Stale ownerships could not be deleted", error=str(error) or "it took too long")
             finally:
                 connection.close()

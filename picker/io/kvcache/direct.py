@@ -13,6 +13,7 @@ from msgspec import Struct
 from picker.core.block_index.index import BlockIndex
 from picker.core.endpoints import Endpoint
 from picker.core.plugins.kvcache_args import KvCacheArgs
+from picker.io.keep import keep
 from picker.io.kv_events.frames import endpoint_of_rank
 from picker.io.kv_events.share import LoopShare
 from picker.io.kv_events.sockets import Context, new_context
@@ -103,7 +104,7 @@ class DirectSources:
             self._context = new_context()
         subscriber = KvEventSubscriber(source, feed, context=self._context, share=self._share)
         engine = _Engine(followed.generation, subscriber, feed)
-        engine.task = asyncio.create_task(_keep(engine.subscriber), name=f"kv events {source.endpoint}")
+        engine.task = asyncio.create_task(keep("kv events", subscriber.run, endpoint=source.endpoint))
         self._engines[slot] = engine
 
     def _end(self, slot: int) -> None:
@@ -156,13 +157,3 @@ class DirectSources:
     def stats(self, slot: int) -> dict[str, Any]:
         engine = self._engines.get(slot)
         return {} if engine is None else {"ranks": engine.subscriber.stats()}
-
-
-async def _keep(subscriber: KvEventSubscriber) -> None:
-    """Follow an engine for ever, should following it ever fail."""
-    while True:
-        try:
-            await subscriber.run()
-        except Exception:
-            logger.exception("Following KV events failed", endpoint=subscriber.source.endpoint)
-        await asyncio.sleep(1)
