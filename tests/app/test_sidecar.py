@@ -28,7 +28,8 @@ from picker.core.kv_index.hash_index import HashIndex
 from picker.core.kv_index.owners import Candidate
 from picker.io.kv_index.engine_face import renamed
 from picker.io.kv_index.redis_reader import ReaderSettings, RedisReader
-from picker.io.kv_index.stream_client import ClientSettings, StreamClients
+from picker.io.kv_index.stream_client import ClientSettings
+from picker.io.kv_index.stream_clients import StreamClients
 from picker.io.transport.tls import SelfSigned
 from picker.sim.config import EngineSimConfig
 from picker.sim.launch import start_engine

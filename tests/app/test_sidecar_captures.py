@@ -22,7 +22,8 @@ from picker.core.block_index.index import BlockIndex
 from picker.core.kv_index.hash_index import HashIndex
 from picker.core.kv_index.owners import Candidate
 from picker.io.kv_index.redis_reader import ReaderSettings, RedisReader
-from picker.io.kv_index.stream_client import ClientSettings, StreamClients
+from picker.io.kv_index.stream_client import ClientSettings
+from picker.io.kv_index.stream_clients import StreamClients
 
 CAPTURES = Path(__file__).parents[1] / "data" / "captures"
 POD = {b"pod.ns": Candidate(0)}

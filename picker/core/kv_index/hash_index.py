@@ -7,7 +7,7 @@ they are too old. Forgetting hides a slot at once; what it had is swept out late
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
 MOST_MODELS = 1024
@@ -17,7 +17,8 @@ _HASH_BITS = 64
 class HashIndex:
     """Blocks by slot. `most_blocks` is how many each slot may have over all models.
 
-    `counts` has blocks by reason: `evicted`, `expired`, `too_many_models` (not taken).
+    `counts` has blocks by reason: `evicted`, `expired`, `cleared`, `before_start` (of the engine), `too_many_models`
+    (not taken).
     """
 
     def __init__(self, most_blocks: int = 1 << 20) -> None:
@@ -91,7 +92,8 @@ class HashIndex:
         times = self._slots.get(slot)
         if number is not None and times:
             self._finish(slot)
-            self._begin_sweep(slot, self._clearing(times, number, 1 << slot))
+            cleared = self._dropping(times, lambda key, _: key >> _HASH_BITS == number, 1 << slot, "cleared")
+            self._begin_sweep(slot, cleared)
 
     def forget(self, slot: int) -> None:
         """Let a slot hold nothing any more."""
@@ -99,16 +101,26 @@ class HashIndex:
         if times:
             self._begin_sweep(slot, self._emptying(times, 1 << slot))
 
-    def forget_older(self, slot: int, started_at: float) -> int:
-        """Drop what a slot stored at or before its engine's start; returns how many blocks."""
-        self._finish(slot)
-        return self._drop_older(slot, started_at, len(self._slots.get(slot, ())), inclusive=True)
+    def forget_older(self, slot: int, started_at: float) -> None:
+        """Let a slot hold nothing any more that it stored at or before a time, in whatever order that came.
+
+        The whole slot is hidden until that is swept.
+        """
+        times = self._slots.get(slot)
+        if times:
+            self._finish(slot)
+            outdated = self._dropping(times, lambda _, time: time <= started_at, 1 << slot, "before_start")
+            self._begin_sweep(slot, outdated)
 
     def expire(self, before: float, most: int) -> int:
         """Drop up to `most` blocks that were stored before a time; returns how many. Call again until 0."""
         dropped = 0
         for slot in [slot for slot in self._slots if not self.is_hidden(slot)]:
-            dropped += self._drop_older(slot, before, most - dropped, inclusive=False)
+            times = self._slots[slot]
+            while times and dropped < most and next(iter(times.values())) < before:
+                self._hide(times.popitem(last=False)[0], 1 << slot)
+                dropped += 1
+        self.counts["expired"] += dropped
         return dropped
 
     def is_hidden(self, slot: int) -> bool:
@@ -149,29 +161,19 @@ class HashIndex:
             self._hide(times.popitem()[0], bit)
             yield
 
-    def _clearing(self, times: OrderedDict[int, float], number: int, bit: int) -> Iterator[None]:
+    def _dropping(
+        self, times: OrderedDict[int, float], goes: Callable[[int, float], bool], bit: int, reason: str
+    ) -> Iterator[None]:
         for _ in range(len(times)):  # once around: what stays keeps its order
             if not times:
                 return
             key, time = times.popitem(last=False)
-            if key >> _HASH_BITS == number:
+            if goes(key, time):
                 self._hide(key, bit)
+                self.counts[reason] += 1
             else:
                 times[key] = time
             yield
-
-    def _drop_older(self, slot: int, before: float, most: int, *, inclusive: bool) -> int:
-        times = self._slots.get(slot)
-        dropped = 0
-        while times and dropped < most:
-            key, time = next(iter(times.items()))
-            if time > before or (time == before and not inclusive):
-                break
-            del times[key]
-            self._hide(key, 1 << slot)
-            dropped += 1
-        self.counts["expired"] += dropped
-        return dropped
 
     def _hide(self, key: int, bit: int) -> None:
         rest = self._masks[key] & ~bit

@@ -1,18 +1,15 @@
-"""The picker's streams: one to the sidecar of every endpoint, kept open, each feeding what is known of its endpoint.
+"""The stream from one endpoint's sidecar, kept open, feeding what is known of the endpoint.
 
-What a stream says counts for the endpoint that was dialled and for no other. Endpoints whose sidecars cannot be told
-apart, as they share an address, are not streamed from. A stream that ends, or that cannot be understood, takes all that
-it said with it; the next one begins with everything.
+What a stream says counts for the endpoint that was dialled and for no other. A stream that ends, or that cannot be
+understood, takes all that it said with it; the next one begins with everything.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ssl
-import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Callable
 
 import aiohttp
 import structlog
@@ -38,8 +35,12 @@ from picker.io.kv_index.stream_server import REGISTER
 
 logger = structlog.get_logger(__name__)
 
-_SLICE = 1000
+SLICE = 1000
 """Blocks that are taken over before others get the loop."""
+
+
+StartedAt = Callable[[int], float | None]
+"""When the engine of a slot started, in Unix seconds; None: that is not known."""
 
 
 class ClientSettings(Struct, frozen=True):
@@ -77,6 +78,7 @@ class Stream:
         engine: KvEventHandler | None,
         counts: Counter[str],
         clock: Callable[[], float],
+        started_at: StartedAt,
     ) -> None:
         self.slot = slot
         self.address = address
@@ -90,7 +92,17 @@ class Stream:
         self._engine = engine
         self._counts = counts
         self._clock = clock
+        self._started_at = started_at
+        self._since: float | None = None
         self._ranks: set[int] = set()
+
+    def notice_start(self) -> float:
+        """Return when the engine started, as far as is known, and see that nothing counts that is from before."""
+        started = self._started_at(self.slot)
+        if started is not None and started != self._since:
+            self._index.forget_older(self.slot, started)
+        self._since = started
+        return 0.0 if started is None else started
 
     async def run(self, session: aiohttp.ClientSession) -> None:
         """Stream until cancelled."""
@@ -195,26 +207,28 @@ class Stream:
             index.clear(slot, message.model)
             await self._swept()
         if isinstance(message, BlocksStored):
-            now = self._clock()
+            now, since = self._clock(), self.notice_start()
             # A store time from the future would outlive the endpoint's restart.
             blocks = [
                 (time if 0 < time < now else now, block)
                 for time, block in zip(message.timestamps, message.hashes, strict=True)
             ]
-            blocks.sort(key=lambda block: block[0])
-            for start in range(0, len(blocks), _SLICE):
-                some = blocks[start : start + _SLICE]
+            blocks = sorted(((time, block) for time, block in blocks if time > since), key=lambda block: block[0])
+            self._counts["before_start"] += len(message.hashes) - len(blocks)
+            for start in range(0, len(blocks), SLICE):
+                await self._swept()
+                some = blocks[start : start + SLICE]
                 index.store(slot, message.model, [block for _, block in some], [at for at, _ in some])
                 await asyncio.sleep(0)
         elif isinstance(message, Removed):
-            for start in range(0, len(message.hashes), _SLICE):
-                index.remove(slot, message.model, message.hashes[start : start + _SLICE])
+            for start in range(0, len(message.hashes), SLICE):
+                index.remove(slot, message.model, message.hashes[start : start + SLICE])
                 await asyncio.sleep(0)
 
     async def _swept(self) -> None:
         """See that what the slot had is gone, so that it can take new blocks."""
         while self._index.is_hidden(self.slot):
-            self._index.sweep(_SLICE)
+            self._index.sweep(SLICE)
             await asyncio.sleep(0)
 
     def _forget(self) -> None:
@@ -224,91 +238,3 @@ class Stream:
             if self._engine is not None:
                 self._engine.on_incomplete(rank, 1)
         self._ranks.clear()
-
-
-class StreamClients:
-    """Streams from all endpoints. `follow` says which there are; `run` keeps them, and the index, in order.
-
-    `engine(slot)` gives what applies an endpoint's own events where its sidecar sends them; None: they are not asked
-    for, and Kthena's hashes go into `index`. `counts` has streams by how they ended, and `lines`, `unknown_events`,
-    `throttled`; `shared_address` is the number of endpoints that are not streamed from, as they share an address.
-    """
-
-    def __init__(
-        self,
-        settings: ClientSettings,
-        index: HashIndex,
-        engine: Callable[[int], KvEventHandler] | None = None,
-        *,
-        clock: Callable[[], float] = time.time,
-        stale_after: float = 86_400.0,
-    ) -> None:
-        self.counts: Counter[str] = Counter()
-        self.streams: dict[int, Stream] = {}
-        self.shared_address = 0
-        self._settings = settings
-        self._index = index
-        self._engine = engine
-        self._clock = clock
-        self._stale_after = stale_after
-        self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._wanted: dict[int, tuple[Any, str]] = {}
-        self._changed = asyncio.Event()
-
-    def follow(self, endpoints: Mapping[int, tuple[Any, str]]) -> None:
-        """Stream from these: slot -> (identity, `host:port` of the sidecar).
-
-        A slot with another identity or address than before begins anew. Of endpoints with one address none is
-        streamed from: it cannot be told whose blocks these are.
-        """
-        shared = Counter(address for _, address in endpoints.values())
-        wanted = {slot: target for slot, target in endpoints.items() if shared[target[1]] == 1}
-        refused = len(endpoints) - len(wanted)
-        if refused > self.shared_address:
-            logger.warning("Endpoints that share an address are not streamed from", endpoints=refused)
-        self.shared_address = refused
-        self._wanted = wanted
-        self._changed.set()
-
-    async def run(self) -> None:
-        """Stream until cancelled."""
-        timeout = aiohttp.ClientTimeout(
-            total=None, sock_connect=self._settings.connect, sock_read=self._settings.silence
-        )
-        connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(timeout=timeout, connector=connector, auto_decompress=False) as session:
-            keeping = asyncio.create_task(self._keep_index())
-            running: dict[int, tuple[Any, str]] = {}
-            try:
-                while True:
-                    self._changed.clear()
-                    gone = [slot for slot in running if running[slot] != self._wanted.get(slot)]
-                    for slot in gone:
-                        self._tasks[slot].cancel()
-                        del running[slot], self.streams[slot]
-                    await asyncio.gather(*[self._tasks.pop(slot) for slot in gone], return_exceptions=True)
-                    for slot, target in self._wanted.items():
-                        if slot not in running:
-                            running[slot] = target
-                            self._begin(slot, target[1], session)
-                    await self._changed.wait()
-            finally:
-                tasks = [*self._tasks.values(), keeping]
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-                self._tasks.clear()
-                self.streams.clear()
-
-    def _begin(self, slot: int, address: str, session: aiohttp.ClientSession) -> None:
-        engine = self._engine(slot) if self._engine else None
-        stream = Stream(slot, address, self._settings, self._index, engine, self.counts, self._clock)
-        self.streams[slot] = stream
-        self._tasks[slot] = asyncio.create_task(stream.run(session), name=f"kv stream {address}")
-
-    async def _keep_index(self) -> None:
-        """Sweep what was forgotten, and what is a day old, in slices."""
-        while True:
-            busy = self._index.sweep(_SLICE)
-            busy = bool(self._index.expire(self._clock() - self._stale_after, _SLICE)) or busy
-            await asyncio.sleep(0 if busy else 0.25)

@@ -7,12 +7,15 @@ import secrets
 import socket
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
+from picker.core.endpoint_table import EndpointTable
 from picker.core.plugins.kvcache_args import KvCacheArgs
 from picker.core.plugins.kvcache_aware import KvCacheProducer
-from picker.io.kv_index.stream_client import ClientSettings, StreamClients
-from picker.io.kvcache.sources import EngineFeed, Followed
+from picker.io.kv_index.stream_client import ClientSettings
+from picker.io.kv_index.stream_clients import StreamClients
+from picker.io.kvcache.sources import EngineFeed, Followed, engine_start
 
 
 def router_id(environment: Mapping[str, str]) -> str:
@@ -31,12 +34,13 @@ class MemorySources:
         self,
         producer: KvCacheProducer,
         args: KvCacheArgs,
+        table: EndpointTable,
         clock: Callable[[], float],
         environment: Mapping[str, str] | None = None,
     ) -> None:
         environment = os.environ if environment is None else environment
         settings = ClientSettings(router_id(environment), token=environment.get("KV_EVENT_TOKEN", ""))
-        self.clients = StreamClients(settings, producer.hashes, self._feed)
+        self.clients = StreamClients(settings, producer.hashes, self._feed, started_at=partial(engine_start, table))
         self.dropped: Counter[str] = Counter()
         self._producer = producer
         self._args = args

@@ -18,7 +18,7 @@ from picker.core.plugins.kvcache_aware import KvCacheProducer
 from picker.core.tokens.prompt import TokenPrompt
 from picker.io.kv_index.redis_connection import RedisSettings
 from picker.io.kv_index.redis_reader import ReaderSettings, RedisReader
-from picker.io.kvcache.sources import Followed
+from picker.io.kvcache.sources import Followed, engine_start
 
 _CHUNK = 512
 """Blocks of a prediction that are asked for at once."""
@@ -79,9 +79,7 @@ class RedisOwners:
         """Learn when engines started, and let picks be visible to the next decisions."""
         now = self._clock()
         for name, candidate in self._owners.items():
-            slot = candidate.slot
-            starts = (self._table.started_at[slot], self._table.endpoints[slot].started_at)
-            started = max((start for start in starts if start is not None), default=None)
+            started = engine_start(self._table, candidate.slot)
             if started != candidate.started_at:
                 self._owners[name] = replace(candidate, started_at=started)
             self._producer.index.open(candidate.slot, "", now, block_size=self._producer.block_size)

@@ -70,7 +70,7 @@ class KvCacheRuntime:
         elif args.index_mode is IndexMode.MEMORY:
             from picker.io.kvcache.memory import MemorySources  # noqa: PLC0415
 
-            self.sources = MemorySources(producer, args, director.now)
+            self.sources = MemorySources(producer, args, director.table, director.now)
         else:
             from picker.io.kvcache.redis import RedisOwners  # noqa: PLC0415
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from msgspec.structs import replace
 
 from picker.core.block_index.index import BlockIndex
+from picker.core.endpoint_table import EndpointTable
 from picker.core.endpoints import Endpoint
 from picker.core.kv_events.events import EventBatch
 
@@ -18,6 +19,12 @@ class Followed(NamedTuple):
 
     generation: int
     endpoint: Endpoint
+
+
+def engine_start(table: EndpointTable, slot: int) -> float | None:
+    """Return when a slot's engine started, in Unix seconds, by its metrics and its container; None: neither says."""
+    starts = (table.started_at[slot], table.endpoints[slot].started_at)
+    return max((start for start in starts if start is not None), default=None)
 
 
 class Sources(Protocol):

@@ -15,7 +15,8 @@ from picker.core.block_index.index import BlockIndex
 from picker.core.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from picker.core.kv_index.hash_index import HashIndex
 from picker.core.kv_index.ownership import Ownership
-from picker.io.kv_index.stream_client import ClientSettings, StreamClients
+from picker.io.kv_index.stream_client import ClientSettings
+from picker.io.kv_index.stream_clients import StreamClients
 from picker.io.kv_index.stream_server import REGISTER, StreamServer, StreamSettings
 
 ONE_TO_FOUR = 4233425515844289900
@@ -85,10 +86,12 @@ class BlockFeed:
         self.index.restart(self.slot, rank)
 
 
-def picker(router="ns/router", *, engine=None, clock=time.time, most_blocks=1 << 20, **settings):
+def picker(router="ns/router", *, engine=None, clock=time.time, started_at=None, most_blocks=1 << 20, **settings):
     index = HashIndex(most_blocks)
     settings = {"reconnect": 0.01, "most_reconnect": 0.05, **settings}
-    return StreamClients(ClientSettings(router, **settings), index, engine, clock=clock), index
+    return StreamClients(
+        ClientSettings(router, **settings), index, engine, clock=clock, started_at=started_at or (lambda _: None)
+    ), index
 
 
 async def test_a_stream_begins_with_everything_and_goes_on_with_changes(sidecar, background, until):
@@ -319,7 +322,73 @@ async def test_times_from_the_future_are_capped_and_a_slot_has_only_so_many_bloc
         clients.follow({0: ("pod", address)})
         await until(lambda: index.counts["evicted"] == 1)
         assert [bool(index.match("m", [block], 1)) for block in (1, 2, 3, 4)] == [True, False, True, True]
-        assert index.forget_older(0, now) == 3
+        assert index.expire(now, 10) == 1
+        assert index.expire(now + 1, 10) == 2
+
+
+class FailsOnce(BlockFeed):
+    """Cannot take the first batch."""
+
+    batches = 0
+
+    def on_batch(self, batch, rank) -> None:
+        self.batches += 1
+        if self.batches == 1:
+            raise ZeroDivisionError
+        super().on_batch(batch, rank)
+
+
+async def test_an_error_of_ours_ends_a_stream_and_not_the_streaming(sidecar, background, until, logs):
+    sidecar.apply(stored([1, 2], range(1, 9)))
+    handler = FailsOnce(BlockIndex(), 0)
+    clients, _ = picker(engine=lambda _: handler)
+    background(clients.run())
+    clients.follow({0: ("pod", sidecar.address)})
+    await until(lambda: handler.batches >= 2)
+    assert clients.streams[0].opened == 2
+    (entry,) = [entry for entry in logs.entries if entry["log_level"] == "error"]
+    assert (entry["part"], entry["address"]) == ("kv stream", sidecar.address)
+
+
+async def test_what_is_from_before_the_engines_start_is_nobodys(background, until):
+    def line(*blocks, kind="snapshot"):
+        hashes, times = zip(*blocks, strict=True)
+        event = {"type": kind, "block_hashes": hashes, "timestamps": times}
+        return json.dumps({"model_name": "m", "events": [event]}).encode() + b"\n"
+
+    lines = asyncio.Queue()
+
+    async def handler(request):
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while chunk := await lines.get():
+            await response.write(chunk)
+        return response
+
+    started = {3: None}
+    clients, index = picker(clock=lambda: 1000.0, started_at=started.get)
+    background(clients.run())
+
+    def known() -> list[int]:
+        return [block for block in range(1, 7) if index.match("m", [block], 8)]
+
+    async with served(handler) as address:
+        clients.follow({3: ("pod", address)})
+        # The sidecar goes on as its engine restarts, and then the picker learns when that was.
+        lines.put_nowait(line((1, 500), (2, 700)))
+        lines.put_nowait(line((3, 600), (4, 601), kind="stored"))
+        await until(lambda: known() == [1, 2, 3, 4])
+        started[3] = 600.0
+        await until(lambda: known() == [2, 4])
+        assert index.counts["before_start"] == 2
+        # Another stream begins with what the sidecar still believes.
+        lines.put_nowait(b"")
+        await until(lambda: clients.counts["ended"] == 1)
+        lines.put_nowait(line((1, 500), (2, 700), (5, 600), (6, 600.5)))
+        await until(lambda: known() == [2, 6])
+        assert clients.counts["before_start"] == 2
+        started[3] = 700.0
+        await until(lambda: known() == [])
 
 
 @pytest.mark.parametrize(
