@@ -305,7 +305,8 @@ class Config(Struct, frozen=True, rename="camel"):
     models: ModelSettings = ModelSettings()
     """Names of models."""
     predict: Predict = Predict()
-    """The listener for predictions."""
+    """The listener for `POST /v1/cache/predict`. It needs `kvcache-aware` in the scheduler, enabled under Score or, beside
+    `token-cost`, named in pluginConfig; without, nothing listens, or, once a reload took it away, the answer is 503."""
     log: Log = Log()
     """What is logged."""
     debug: Debug = Debug()
