@@ -47,6 +47,7 @@ async def test_a_user_that_may_not_is_told_so_and_heals_with_its_rights(
             background(one.run())
             await until(lambda: any(line["event"] == NOT_SHARED for line in logs))
             assert refused in next(line for line in logs if line["event"] == NOT_SHARED)["error"]
+            assert one.failures["refused"] >= 1
             await client.execute_command(*allowed)
             await until(lambda: any(line["event"] == "Picks are shared" for line in logs))
         other = shared(redis_server.settings, "other")

@@ -89,7 +89,7 @@ class RedisConnection(asyncio.Protocol):
             if connection is not None:
                 connection.close()
             text = f"Redis at {settings.host}:{settings.port}: {str(error) or 'timed out'}"
-            raise RedisUnavailableError(text, _why(error)) from error
+            raise RedisUnavailableError(text, why(error)) from error
         except asyncio.CancelledError:
             if connection is not None:
                 connection.close()
@@ -187,7 +187,8 @@ def run_id(reply: object) -> str | None:
     return None
 
 
-def _why(error: Exception) -> Away:
+def why(error: Exception) -> Away:
+    """Say what kind of failure an error is that came up while connecting."""
     if isinstance(error, RedisUnavailableError):
         return error.reason
     return Away.TIMEOUT if isinstance(error, TimeoutError) else Away.UNREACHABLE

@@ -24,6 +24,10 @@ def sharing_readings(shared: Callable[[], SharedPicks | None]) -> list[Family]:
         picks = shared()
         return [] if picks is None else by_label(picks.replicas.heard)
 
+    def failures() -> Readings:
+        picks = shared()
+        return [] if picks is None else by_label(picks.failures)
+
     return [
         gauge(
             "sharing_peers",
@@ -61,5 +65,11 @@ def sharing_readings(shared: Callable[[], SharedPicks | None]) -> list[Family]:
             "",
             "Connections to Redis. Rising means that it fails again and again.",
             one(lambda picks: picks.connects),
+        ),
+        counter(
+            "sharing_failures_total",
+            "reason",
+            "How often Redis was found not to be available. The log says what to look at.",
+            failures,
         ),
     ]

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import NoReturn
 
 import hiredis
-import structlog
 
 from picker.core.director import Director
 from picker.core.sharing.replicas import ALIVE_SECONDS, Heard, Replicas
-from picker.io.kv_index.backoff import Backoff
-from picker.io.kv_index.redis_connection import RedisConnection, RedisSettings, RedisUnavailableError
+from picker.io.kv_index.reconnecting import Reconnecting
+from picker.io.kv_index.redis_connection import Away, RedisConnection, RedisSettings, RedisUnavailableError
 from picker.io.sharing.subscription import Subscription
-
-logger = structlog.get_logger(__name__)
 
 _MOST_UNANSWERED = 64
 """Publications that Redis has not answered. With more, events wait with us, where they are counted and bounded."""
@@ -53,9 +51,9 @@ class SharedPicks:
         self._redis = redis
         self._channel = channel
         self._batch_seconds = batch_seconds
-        self._backoff = Backoff(0.1, 5.0, jitter)
-        self._said: str | None = ""
-        """Why picks are not shared, as it was logged; None while they are."""
+        self._reconnecting = Reconnecting(
+            away="Redis is not available; picks are not shared", back="Picks are shared", jitter=jitter
+        )
         self._refused = ""
         """What Redis said in the place of taking our messages."""
         self._own_at = 0.0
@@ -72,19 +70,17 @@ class SharedPicks:
         # Others say that they live four times a second.
         return self.connects > 0 and self._director.now() - self._began > _WARM_SECONDS / 4 and self.replicas.settled
 
+    @property
+    def failures(self) -> Mapping[str, int]:
+        """How often Redis was found not to be available, by reason."""
+        return self._reconnecting.failures
+
     async def run(self) -> None:
         """Stay connected until cancelled."""
         self._director.sharing = self.replicas
         watching = asyncio.create_task(self._forget_the_silent())
         try:
-            while True:
-                try:
-                    await self._stay_connected()
-                except RedisUnavailableError as error:
-                    if str(error) != self._said:
-                        self._said = str(error)
-                        logger.warning("Redis is not available; picks are not shared", error=self._said)
-                await asyncio.sleep(self._backoff.next())
+            await self._reconnecting.run(self._stay_connected)
         finally:
             watching.cancel()
             self._director.sharing = None
@@ -94,7 +90,7 @@ class SharedPicks:
             await asyncio.sleep(_EXPIRE_SECONDS)
             self.replicas.expire(self._director.now())
 
-    async def _stay_connected(self) -> None:
+    async def _stay_connected(self) -> NoReturn:
         subscription = await Subscription.to(self._redis, self._channel, self._receive)
         try:
             publisher = await RedisConnection.open(self._redis)
@@ -107,8 +103,7 @@ class SharedPicks:
         try:
             while not (subscription.closed.is_set() or publisher.closed.is_set() or self._refused):
                 if self._director.now() - self._own_at > _SILENT_SECONDS:
-                    self._refused = f"our own messages did not come back for {_SILENT_SECONDS:g} s"
-                    break
+                    raise self._gone(f"our own messages did not come back for {_SILENT_SECONDS:g} s", Away.TIMEOUT)
                 self._publish(publisher)
                 await asyncio.sleep(self._batch_seconds)
                 await self._until_pending()
@@ -119,8 +114,10 @@ class SharedPicks:
             subscription.close()
             publisher.close()
             self._unanswered.clear()
-        reason = self._refused or "the connection broke"
-        raise RedisUnavailableError(f"Redis at {self._redis.host}:{self._redis.port}: {reason}")
+        raise self._gone(self._refused or "the connection broke", Away.REFUSED if self._refused else Away.BROKEN)
+
+    def _gone(self, text: str, reason: Away) -> RedisUnavailableError:
+        return RedisUnavailableError(f"Redis at {self._redis.host}:{self._redis.port}: {text}", reason)
 
     async def _until_pending(self) -> None:
         """Wait for something to tell. So what comes after a pause is told at once, and what follows it in batches."""
@@ -134,10 +131,8 @@ class SharedPicks:
         now = self._director.now()
         if self.replicas.receive(data, now) is Heard.OWN:
             self._own_at = now
-            if self._said is not None:
-                self._said = None
-                self._backoff.reset()
-                logger.info("Picks are shared", channel=self._channel, name=self.replicas.name)
+            loop = asyncio.get_running_loop()
+            self._reconnecting.is_back(loop.time(), channel=self._channel, name=self.replicas.name)
 
     def _publish(self, publisher: RedisConnection) -> None:
         if len(self._unanswered) >= _MOST_UNANSWERED:

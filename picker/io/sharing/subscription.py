@@ -8,7 +8,7 @@ from typing import Any
 
 import hiredis
 
-from picker.io.kv_index.redis_connection import RedisConnection, RedisSettings, RedisUnavailableError
+from picker.io.kv_index.redis_connection import Away, RedisConnection, RedisSettings, RedisUnavailableError, why
 
 
 class Subscription(RedisConnection):
@@ -29,14 +29,14 @@ class Subscription(RedisConnection):
                 await connection._subscribe(channel)  # noqa: SLF001  of its own kind
         except (TimeoutError, RedisUnavailableError) as error:
             connection.close()
-            reason = str(error) or "timed out"
-            raise RedisUnavailableError(f"Redis at {settings.host}:{settings.port}: {reason}") from error
+            text = f"Redis at {settings.host}:{settings.port}: {str(error) or 'timed out'}"
+            raise RedisUnavailableError(text, why(error)) from error
         return connection
 
     async def _subscribe(self, channel: str) -> None:
         (reply,) = await self.ask([("SUBSCRIBE", channel)])
         if isinstance(reply, hiredis.ReplyError):
-            raise RedisUnavailableError(str(reply))
+            raise RedisUnavailableError(str(reply), Away.REFUSED)
 
     def _take(self, reply: Any) -> None:
         match reply:
