@@ -58,8 +58,9 @@ async def settled(sidecar, client) -> bool:
     return await owned(client) == sidecar.should
 
 
-async def test_a_flush_is_noticed_and_all_is_written_anew(redis_server, background, until, logs):
-    sidecar = Sidecar(redis_server.settings, blocks=500)
+@pytest.mark.parametrize("blocks", [1, 500])
+async def test_a_flush_is_noticed_and_all_is_written_anew(redis_server, background, until, logs, blocks):
+    sidecar = Sidecar(redis_server.settings, blocks=blocks)
     background(sidecar.writer.run())
     async with redis_server.client() as client:
         await until(lambda: sidecar.writer.in_step)
@@ -67,7 +68,8 @@ async def test_a_flush_is_noticed_and_all_is_written_anew(redis_server, backgrou
         await client.flushall()
         await until(lambda: settled(sidecar, client))
         await until(lambda: client.exists(MARKER))
-        assert len(await client.keys(f"vllm:kv:block:{POD}@*")) == 500
+        await until(lambda: sidecar.writer.in_step)
+        assert len(await client.keys(f"vllm:kv:block:{POD}@*")) == blocks
     assert sidecar.writer.counts["lost"] == 1
     assert sidecar.writer.counts["connects"] == 1
     (entry,) = [entry for entry in logs.entries if entry["log_level"] == "warning"]
