@@ -11,6 +11,7 @@ from picker.core.endpoint_table import EndpointTable
 from picker.core.exchange.effects import Finish, LearnedOn
 from picker.core.scheduling.api import Learning
 from picker.core.scheduling.decision import Decision
+from picker.core.sessions.declared import goes_on_from_memory
 from picker.core.usage import Usage
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ class Ticket(Load):
         self._learnings = learnings
         prompt = decision.request.prompt
         self._model = prompt.model
-        self._text_bytes = sum(map(len, prompt.texts))
+        self._text_bytes = 0 if goes_on_from_memory(prompt) else sum(map(len, prompt.texts))
         self._picked_at = decision.request.now
         self._body_due = False
         """Whether the endpoint answered well, but with headers only, which engines send before they compute."""

@@ -249,6 +249,22 @@ def test_tokens_of_a_text_are_learnt_from_what_engines_report():
     assert decision.work.prompt == pytest.approx(1000)
 
 
+@pytest.mark.parametrize(
+    ("stored", "bytes_per_token"),
+    [
+        (b'"previous_response_id": null, "conversation": null', 8),
+        (b'"previous_response_id": "resp_1"', 4),
+        (b'"conversation": {"id": "conv_1"}', 4),
+    ],
+)
+def test_tokens_of_turns_that_the_engine_remembers_are_not_taken_for_those_of_the_text(stored, bytes_per_token):
+    fleet, _ = director()
+    body = b'{"model": "m", "input": "%s", %s}' % (b"a" * 8000, stored)
+    asked = Decide({":path": b"/v1/responses"}, body, BodyState.COMPLETE, None, None)
+    fleet.route(fleet.decide(asked)).finish(GOOD, Usage(prompt_tokens=1000))
+    assert fleet.token_ratio.of("m") == pytest.approx(bytes_per_token, rel=0.01)
+
+
 def test_an_endpoint_that_was_slow_gets_fewer_requests_and_the_reason_says_so():
     fleet, clock = director(2)
     seconds = (1.0, 0.25)

@@ -10,11 +10,12 @@ import signal
 import pytest
 import pytest_asyncio
 
-from picker.app.envoy import Template, bootstrap
+from picker.app.envoy import Template
 from picker.sim.config import EngineSimConfig
 from picker.sim.launch import start_engine
 from picker.sim.limits import StepCost
 from tests.support.http_client import send
+from tests.support.pair import healthy, peers, start_pair
 from tests.support.picker_process import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -29,48 +30,11 @@ def body(seed, tokens=1500, tail=""):
 async def pair(request, redis_server, start_picker, start_envoy_here):
     engines = [await start_engine(EngineSimConfig(name=f"engine-{n}", cost=StepCost(speed=20))) for n in range(3)]
     entries = [{"name": f"e{n}", "address": f"127.0.0.1:{engine.port}"} for n, engine in enumerate(engines)]
-    config = {
-        "endpoints": {"static": entries},
-        "scheduler": getattr(request, "param", {}),
-        "sharing": {
-            "enabled": True,
-            "redis": {"address": f"127.0.0.1:{redis_server.port}"},
-            "channel": f"picks-{random.random()}",
-        },
-    }
-    pickers, envoys = [], []
-    for _ in range(2):
-        picker = await start_picker(config)
-        envoys.append(
-            await start_envoy_here(
-                bootstrap(Template.BUFFERED, picker=picker.address, endpoints=[e["address"] for e in entries])
-            )
-        )
-        pickers.append(picker)
-    yield engines, pickers, envoys
+    config = {"endpoints": {"static": entries}, "scheduler": getattr(request, "param", {})}
+    pair = await start_pair(start_picker, start_envoy_here, redis_server, config, Template.BUFFERED)
+    yield engines, pair.pickers, pair.envoys
     for engine in engines:
         await engine.close()
-
-
-async def peers(picker, count):
-    async def found():
-        return (await picker.metrics())("sharing_peers") == count
-
-    await until(found)
-
-
-async def healthy(pickers, envoys):
-    """Wait until every Envoy asks its picker: one that starts is not ready before it knows what the other knows."""
-
-    async def all_are():
-        # An Envoy may not have noticed yet that its picker was away.
-        for picker in pickers:
-            if (await picker.get("/health"))["status"] != "ok":
-                return False
-        stats = [await envoy.stats("cluster.picker.membership_healthy") for envoy in envoys]
-        return all(one["cluster.picker.membership_healthy"] == 1 for one in stats)
-
-    await until(all_are)
 
 
 BY_SESSION = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 
 import prometheus_client
@@ -15,6 +16,7 @@ from picker.core.director import PrefillSignal
 from picker.core.endpoints import EngineMetrics
 from picker.core.exchange.effects import Anomaly, BodyState, Finish, LearnedOn
 from picker.core.plugins.profiles import PROFILES, Profile, ProfileName
+from picker.core.sessions.chain import Chain
 from picker.core.usage import Usage
 from picker.io.extproc.service import ExtProcService
 from picker.io.extproc.settings import ExtProcSettings
@@ -262,6 +264,10 @@ def test_what_is_known_of_sessions(make_stack) -> None:
     assert scrape("sessions_evicted_total", reason="capacity") == 0
     assert (scrape("sessions_kept"), scrape("sessions_held"), scrape("session_positions")) == (1, 0, 3)
     assert scrape("session_reader_evictions_total") == scrape("session_reader_memory_bytes") == 0
+    assert scrape("session_names") == scrape("session_names_evicted_total") == 0
+    (producer,) = stack.director.scheduler.producers
+    producer.names.put(1, Chain(array("Q", [1]), array("I", [1]), 1))
+    assert Scrape(stack.metrics)("session_names") == 1
 
 
 def test_suspects_and_their_probes_are_counted(make_stack) -> None:

@@ -84,7 +84,7 @@ class SessionLearning:
         if cached:
             producer.reporting.add(self._slot)
         expected = sum(claim.known for claim in self._claims) / match.bytes_per_token
-        telling = match.reads_cache and self._slot in producer.reporting and expected >= _SURE_TOKENS
+        telling = match.tells_evictions and self._slot in producer.reporting and expected >= _SURE_TOKENS
         if cached is not None and telling and cached < expected / 2:
             producer.index.lost(self._slot, min(claim.known_used for claim in self._claims))
 

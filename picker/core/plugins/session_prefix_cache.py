@@ -148,7 +148,8 @@ class SessionPrefixCacheProducer:
             now=request.now,
             bytes_per_token=request.bytes_per_token,
             cache_tokens=candidates.table.cache_tokens,
-            reads_cache=_reads_cache(prompt),
+            # What an engine makes of a response, and so what of it is the same as before, is its own affair.
+            tells_evictions=_reads_cache(prompt) and not known.by_response,
         )
 
     def adopt(self, slot: int, shared: bytes, now: float) -> AdoptedPick | None:
@@ -229,7 +230,8 @@ class SessionMatch(Struct, frozen=True, gc=False):
     now: float
     bytes_per_token: float
     cache_tokens: Floats
-    reads_cache: bool
+    tells_evictions: bool
+    """Whether tokens that the engine has to compute, and was known to hold, are gone."""
 
     def shared(self, slot: int) -> bytes:  # noqa: ARG002
         if not self.chains:

@@ -40,6 +40,7 @@ class Declared(Struct, frozen=True):
 
 
 _NOTHING = Declared()
+_NONE: Final = (ABSENT, Raw(b"null"))
 
 
 def declared(prompt: Prompt, headers: Iterable[str] = SESSION_HEADERS) -> Declared:
@@ -64,6 +65,12 @@ def declared(prompt: Prompt, headers: Iterable[str] = SESSION_HEADERS) -> Declar
     if response is not None:
         return Declared(tuple(ids), response, by_response=True)
     return Declared(tuple(ids), stored) if ids or stored is not None else _NOTHING
+
+
+def goes_on_from_memory(prompt: Prompt) -> bool:
+    """Whether the engine puts turns before it that its text does not have."""
+    fields = prompt.fields
+    return fields is not None and not (fields.conversation in _NONE and fields.previous_response_id in _NONE)
 
 
 def response_key(response_id: str) -> int:

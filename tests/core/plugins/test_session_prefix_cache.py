@@ -248,6 +248,16 @@ def test_what_says_nothing_of_evictions_evicts_nothing(usage, body):
     assert not fleet.producer.evicted
 
 
+def test_what_an_engine_computes_anew_of_a_response_tells_nothing():
+    fleet = Fleet()
+    fleet.serve(1, messages=[user("warm")], usage=Usage(prompt_tokens=100, cached_tokens=50))
+    fleet.serve(1, RESPONSES, input="q" * 30_000, usage=Usage(reply=b"r", response_id="resp_1"))
+    anew = Usage(prompt_tokens=8000, cached_tokens=16)
+    fleet.serve(1, RESPONSES, input="?", instructions="new", previous_response_id="resp_1", usage=anew)
+    assert not fleet.producer.evicted
+    assert fleet.fractions(RESPONSES, input="q" * 30_000) == [0, 1, 0]
+
+
 def test_an_engine_that_always_says_zero_is_not_believed():
     fleet = Fleet()
     (session,) = sessions(1)
