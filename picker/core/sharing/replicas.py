@@ -154,9 +154,10 @@ class Replicas:
             # Slowly: what is known of prompts can be many megabytes, and what happens now comes first.
             to, pieces = next(iter(self._known.items()))
             known = next(pieces, None)
-            if known is None:
+            if known is None or not known.producer:
+                # At once: who misses a piece asks again when the last one comes.
                 del self._known[to]
-            else:
+            if known is not None:
                 out.append(encode(known))
         if not out and now - self._told_at >= ALIVE_SECONDS:
             out.append(self._batch((), now))

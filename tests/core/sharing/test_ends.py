@@ -77,6 +77,32 @@ def test_a_newcomer_is_told_names_and_replies():
     assert fleet.pickers[2].sharing.heard[Heard.MALFORMED] == 0
 
 
+@pytest.mark.parametrize("lost", range(6))
+def test_a_newcomer_that_misses_a_piece_of_what_is_known_asks_again(lost):
+    fleet = Fleet(1)
+    names = [fleet.turn(0, input=f"{number:02}" * 120_000) for number in range(15)]
+    names += [fleet.turn(0, input="and now?", previous_response_id=name) for name in names]
+    fleet.tick()
+    fleet.start(1)
+    told, heard = (fleet.pickers[number].sharing for number in (0, 1))
+    pieces = 0
+    for _ in range(100):
+        fleet.now += 0.05
+        for message in heard.flush(fleet.now):
+            told.receive(message, fleet.now)
+        for message in told.flush(fleet.now):
+            known = isinstance(decode(message), Known)
+            if not known or pieces != lost:
+                heard.receive(message, fleet.now)
+            pieces += known
+        heard.expire(fleet.now)
+    assert pieces >= 8, "one endpoint's, two of names, and the last one; and these again"
+    assert heard.settled
+    for name in names:
+        assert fleet.known(1, name) == fleet.known(0, name)
+        assert max(fleet.known(1, name)) > 240_000
+
+
 def test_what_failed_has_no_name_anywhere():
     fleet = Fleet(2)
     fleet.tick()
