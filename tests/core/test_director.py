@@ -67,7 +67,8 @@ def blocks_held(made: Director) -> int:
 
 def everything(made: Director) -> str:
     """All state but the random numbers, as text."""
-    table = {name: str(value) for name, value in vars(made.table).items()}
+    names = [name for name in dir(made.table) if not name.startswith("__")]
+    table = {name: str(value) for name in names if not callable(value := getattr(made.table, name))}
     indexes = [
         (one.index.entries, one.index.held, {run.hashes[0]: run.mask for run in one.index._runs.values()})
         for one in made.scheduler.producers

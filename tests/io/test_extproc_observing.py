@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import pytest
 
 from picker._proto.envoy.service.ext_proc.v3 import external_processor_pb2 as pb
+from picker.core.scheduling.api import MatchInfo
+from picker.core.scheduling.scheduler import Scheduler
+from picker.core.tickets import PrefillSignal
 from picker.io.extproc import observer
 from tests.io.test_extproc_service import BODY, BUFFERED, Rig, body
 
@@ -43,14 +47,12 @@ class Learnt(Rig):
         super().__init__(learn_usage=True)
         self.service.observations.seen = True
         self.usages = []
-        self.prefilled = []
-        route = self.service.route
+        plain = self.director.scheduler
+        self.director.scheduler = Scheduler((), (Learner(self.usages),), plain.scorers, counts_work=True)
 
-        def routed(decision):
-            ticket = route(decision)
-            return Taught(ticket, self)
-
-        self.service.route = routed
+    @property
+    def prefilled(self) -> int:
+        return self.director.prefill_signals[PrefillSignal.RESPONSE_BODY]
 
     def request(self, request_id: str):
         call, stream = self.open()
@@ -67,20 +69,25 @@ class Learnt(Rig):
         return dict(self.service.usage_outcomes)
 
 
-class Taught:
-    def __init__(self, ticket, rig) -> None:
-        self._ticket, self._rig = ticket, rig
+class Learner:
+    """A producer that keeps what usage each successful request was confirmed with."""
 
-    def answered(self, *arguments) -> None:
-        self._ticket.answered(*arguments)
+    name = "learner"
 
-    def prefilled(self, now, signal) -> None:
-        self._rig.prefilled.append(signal)
-        self._ticket.prefilled(now, signal)
+    def __init__(self, usages) -> None:
+        self.usages = usages
+        self.info = MatchInfo(np.zeros(3, np.int64), 1, "blocks", 16.0, 100.0)
 
-    def finish(self, finish, usage) -> None:
-        self._rig.usages.append(usage)
-        self._ticket.finish(finish, usage)
+    def match(self, *_):
+        return self
+
+    def picked(self, _):
+        return self
+
+    def confirm(self, _, usage) -> None:
+        self.usages.append(usage)
+
+    def undo(self) -> None: ...
 
 
 @pytest.mark.parametrize("observer_ends_first", [True, False])
@@ -93,7 +100,7 @@ async def test_usage_reaches_its_request_whichever_stream_ends_first(observer_en
     first.message(response_headers(observed=False))
     second.message(response_headers(observed=False))
     watching.message(response_body(USAGE[:20], end=False))
-    assert len(rig.prefilled) == 1
+    assert rig.prefilled == 1
     if observer_ends_first:
         watching.message(response_body(USAGE[20:], end=True))
         first.closed()

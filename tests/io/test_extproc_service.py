@@ -118,10 +118,13 @@ def test_an_envoy_says_how_many_fallbacks_it_can_use(wanted, count):
 def test_scoring_that_fails_leaves_the_choice_to_in_flight_counts():
     rig = Rig()
 
-    def broken(*_):
-        raise RuntimeError("boom")
+    class Broken:
+        name, producer = "broken", None
 
-    rig.director.scheduler.scorers[0][0].score = broken
+        def score(self, *_):
+            raise RuntimeError("boom")
+
+    rig.director.scheduler.scorers = ((Broken(), 1.0),)
     picked = []
     for _ in range(3):
         call, stream = rig.open()
@@ -135,7 +138,13 @@ def test_scoring_that_fails_leaves_the_choice_to_in_flight_counts():
 @pytest.mark.parametrize(("broken", "where"), [("picked", "route"), ("confirm", "learn")])
 def test_learning_that_fails_costs_no_request_and_no_count(broken, where):
     rig = Rig()
-    producer = rig.director.scheduler.producers[0]
+    (producer,) = rig.director.scheduler.producers
+
+    class BrokenProducer:
+        name = producer.name
+
+        def match(self, *arguments):
+            return Broken(producer.match(*arguments))
 
     class Broken:
         def __init__(self, match) -> None:
@@ -146,11 +155,10 @@ def test_learning_that_fails_costs_no_request_and_no_count(broken, where):
                 raise RuntimeError("boom")
             return self
 
-        def confirm(self, _):
+        def confirm(self, *_):
             raise RuntimeError("boom")
 
-    match = producer.match
-    producer.match = lambda *arguments: Broken(match(*arguments))
+    rig.director.scheduler.producers = (BrokenProducer(),)
     call, stream = rig.open()
     stream.message(headers(BUFFERED))
     stream.message(body(BODY))

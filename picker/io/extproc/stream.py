@@ -122,12 +122,12 @@ class ExtProcStream:
         """Decode what is not as simple as most; None for what is no event."""
         try:
             return decode(data)
-        except UnknownMessageError as error:
-            self._service.telemetry.anomaly(Anomaly.UNEXPECTED_MESSAGE, str(error))
-        except MalformedMessageError as error:
+        except UnknownMessageError as unknown:
+            self._service.telemetry.anomaly(Anomaly.UNEXPECTED_MESSAGE, str(unknown))
+        except MalformedMessageError as malformed:
             # Envoy waits for an answer to each message. None is possible to this one, so that it has to give up.
-            self._service.telemetry.anomaly(Anomaly.MALFORMED_MESSAGE, str(error))
-            self._call.finish(Status.INVALID_ARGUMENT, str(error))
+            self._service.telemetry.anomaly(Anomaly.MALFORMED_MESSAGE, str(malformed))
+            self._call.finish(Status.INVALID_ARGUMENT, str(malformed))
         return None
 
     def half_closed(self) -> None:

@@ -290,8 +290,8 @@ class Http2Connection:
         if timeout is not None:
             try:
                 due = self._clock() + parse_timeout(timeout)
-            except ValueError as error:
-                self._refuse(rpc, "bad_timeout", Status.INTERNAL, str(error))
+            except ValueError as unreadable:
+                self._refuse(rpc, "bad_timeout", Status.INTERNAL, str(unreadable))
                 return
             self._deadlines.add(due, stream_id, self._rpcs)
         try:
