@@ -78,9 +78,22 @@ $(ENGINE)/bin/vllm: scripts/install_engine.py | setup
 test-engine: setup $(ENGINE)/bin/vllm ## A real vLLM without a GPU (3 GB are installed) behind Envoy: are predictions exact?
 	ENGINE_ENVIRONMENT=$(ENGINE) $(BIN)/pytest -s tests/real_engine/vllm_on_cpu.py
 
+COMPILED := $(CURDIR)/build/compiled
+IN_COMPILED := cd $(COMPILED) && PYTHONPATH=$(COMPILED) REQUEST_PATH=compiled $(CURDIR)/$(BIN)/python -m
+
+.PHONY: compiled
+compiled: setup ## A copy of the project in build/compiled whose request path is compiled, as in the image
+	@$(BIN)/python scripts/compile.py $(COMPILED) >/dev/null
+
+.PHONY: test-compiled
+test-compiled: compiled browser $(BIN)/promtool ## All tests again, with the compiled request path
+	@{ $(IN_COMPILED) pytest -n 2 --dist loadfile; } || { \
+	  echo "Tests failed. They are run once more, alone: on a busy machine, real processes can miss their time." >&2; \
+	  $(IN_COMPILED) pytest --last-failed --last-failed-no-failures none; }
+
 .PHONY: bench
-bench: setup ## Print the budget table
-	$(BIN)/python -m bench
+bench: compiled ## Print the budget table
+	@$(IN_COMPILED) bench $(BENCH)
 
 .PHONY: demo
 demo: setup ## Real Envoy, the picker and four simulated engines: what routing by cache wins

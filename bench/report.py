@@ -12,6 +12,8 @@ from msgspec import Struct
 from rich.console import Console
 from rich.table import Table
 
+from picker.io.metric_sources import REQUEST_PATH
+
 
 class Row(Struct, frozen=True):
     """One measurement. `value` has to be at most `budget`, in `unit`; without a budget it is there to be read.
@@ -49,7 +51,9 @@ def python_build() -> str:
 
 
 def print_table(rows: Sequence[Row]) -> None:
-    table = Table("what", "measured", "value", "budget", "", title=f"Budgets ({python_build()})")
+    table = Table(
+        "what", "measured", "value", "budget", "", title=f"Budgets ({python_build()}; request path {REQUEST_PATH})"
+    )
     for row in rows:
         budget = "" if row.budget is None else f"<= {row.budget:.3g} {row.unit}"
         verdict = "" if row.budget is None else "[green]pass" if row.passed else "[red]FAIL"

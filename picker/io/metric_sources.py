@@ -12,6 +12,7 @@ from picker import __version__
 from picker.core.director import Director
 from picker.core.plugins.prefix_cache import PrefixCacheProducer
 from picker.core.prefix_cache.index import PrefixIndex
+from picker.core.scheduling import scheduler
 from picker.io.extproc.service import ExtProcService
 from picker.io.kvcache.metrics import kv_cache_readings
 from picker.io.kvcache.runtime import KvCacheRuntime
@@ -23,6 +24,9 @@ from picker.io.sharing.metrics import sharing_readings
 from picker.io.sharing.picks import SharedPicks
 from picker.io.sticky.metrics import sticky_readings
 from picker.io.transport.counters import TransportCounters
+
+REQUEST_PATH = "interpreted" if scheduler.__file__.endswith(".py") else "compiled"
+"""Whether this installation has the compiled modules."""
 
 
 class Sources:
@@ -213,9 +217,10 @@ class Sources:
             ),
             gauge(
                 "build_info",
-                "version python",
-                "Always 1; the labels are what runs.",
-                lambda: [((__version__, platform.python_version()), 1)],
+                "version python request_path",
+                "Always 1; the labels are what runs. The request path is `compiled` in the image, and `interpreted`, which "
+                "takes a third longer, where it was installed without.",
+                lambda: [((__version__, platform.python_version(), REQUEST_PATH), 1)],
             ),
         ]
 
