@@ -43,6 +43,7 @@ from picker.io.discovery.kubernetes import KubernetesDiscovery
 from picker.io.extproc.service import ExtProcService
 from picker.io.extproc.settings import ExtProcSettings
 from picker.io.http import create_app
+from picker.io.keep import keep, tell_unseen
 from picker.io.metrics import Metrics
 from picker.io.scrape import Scraper, ScrapeSettings
 from picker.io.telemetry import Hub, configure_logging
@@ -135,7 +136,7 @@ class Picker:
         self._director.decision_seconds = config.exchange.decision_seconds
         self._kv_cache = KvCachePart(self._director, config.predict, self._keep)
         self._sticky = StickyPart(self._director, self._keep)
-        self._sharing = SharingPart(self._director, self._keep)
+        self._sharing = SharingPart(self._director, self._keep, self._hub.failed)
         self._service = ExtProcService(self._director, self._hub, _extproc_settings(config), loop.call_soon)
         self._admit(config)
         self._scraper = Scraper(self._director, _scrape_settings(loaded), self._restarted)
@@ -166,6 +167,7 @@ class Picker:
 
     async def start(self) -> None:
         """Listen and begin to work. PortError if a port cannot be had."""
+        tell_unseen(asyncio.get_running_loop(), self._hub.failed)
         config = self._config
         listen = config.listen
         await self._http.setup()
@@ -269,7 +271,12 @@ class Picker:
         """Be ready as soon as it is known what other pickers know."""
         if self._not_ready not in (_STARTING, _COLD):
             return
-        if self._sharing.warm:
+        try:
+            warm = self._sharing.warm
+        except Exception as error:  # noqa: BLE001  nobody else would make it ready
+            self._hub.failed("sharing", error)
+            warm = True
+        if warm:
             self._not_ready = None
             self._health.set_ready(True)
         else:
@@ -304,16 +311,7 @@ class Picker:
 
     def _keep(self, name: str, run: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
         """Run something for as long as the picker runs, again and again should it ever fail."""
-
-        async def forever() -> None:
-            while True:
-                try:
-                    await run()
-                except Exception as error:  # noqa: BLE001  one part that fails must not stop the others
-                    self._hub.failed(name, error)
-                await asyncio.sleep(1)
-
-        return asyncio.create_task(forever())
+        return asyncio.create_task(keep(name, run, failed=self._hub.failed))
 
     def _restarted(self, endpoint: Endpoint) -> None:
         logger.warning("An engine has restarted; its cache is taken for empty", endpoint=endpoint.address)

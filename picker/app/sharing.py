@@ -9,6 +9,7 @@ import uuid
 from picker.app.config_sharing import SharingSettings
 from picker.app.kvcache import Keep
 from picker.core.director import Director
+from picker.io.keep import Failed
 from picker.io.kvcache.redis import redis_settings
 from picker.io.sharing.picks import SharedPicks
 
@@ -16,9 +17,10 @@ from picker.io.sharing.picks import SharedPicks
 class SharingPart:
     """Follows the configuration; what is known of others' requests goes when it is switched off."""
 
-    def __init__(self, director: Director, keep: Keep) -> None:
+    def __init__(self, director: Director, keep: Keep, failed: Failed) -> None:
         self._director = director
         self._keep = keep
+        self._failed = failed
         self._settings = SharingSettings()
         self._task: asyncio.Task[None] | None = None
         self.picks: SharedPicks | None = None
@@ -43,6 +45,7 @@ class SharingPart:
                 settings.channel,
                 name=uuid.uuid4().hex,
                 batch_seconds=settings.batch_seconds,
+                failed=self._failed,
             )
             self._task = self._keep("sharing", self.picks.run)
 

@@ -16,19 +16,21 @@ from picker.core.endpoint_table import EndpointTable
 from picker.core.endpoints import Endpoint
 from picker.core.plugins.profiles import PROFILES, ProfileName
 from picker.core.plugins.registry import SchedulerSpec, build_scheduler
+from picker.core.sharing.replicas import Replicas
+from picker.io.kv_index.redis_connection import RedisSettings
 from picker.io.sharing import picks as sharing
 from picker.io.sharing.picks import SharedPicks
 
 NOT_SHARED = "Redis is not available; picks are not shared"
 
 
-def shared(settings, name):
+def shared(settings, name, timer=time.monotonic_ns, **told):
     profile = PROFILES[ProfileName.TOKEN_COST]
     spec = SchedulerSpec(profile.filters, profile.scorers, profile.args, ("prefix-cache",))
     scheduler, _ = build_scheduler(spec, None, lambda _model, _blocks: None)
-    director = Director(scheduler, EndpointTable(), fallbacks=0, rng=random.Random(1), timer=time.monotonic_ns)
+    director = Director(scheduler, EndpointTable(), fallbacks=0, rng=random.Random(1), timer=timer)
     director.replace_endpoints([Endpoint("p", "10.0.0.1:8000")])
-    return SharedPicks(director, settings, "picks", name=name, batch_seconds=0.01)
+    return SharedPicks(director, settings, "picks", name=name, batch_seconds=0.01, **told)
 
 
 @pytest.mark.parametrize(
@@ -85,3 +87,45 @@ async def test_a_connection_on_which_nothing_comes_any_more_is_replaced(redis_se
         heard = dict(other.replicas.heard)
         await until(lambda: other.replicas.heard["taken"] > heard["taken"] + 3)
         assert one.replicas.peers == 1
+
+
+async def test_who_is_silent_is_forgotten_though_that_failed_before(background, until, unused_tcp_port):
+    """Without Redis nothing else reads the clock."""
+    clock, errors = {"ahead": 0, "broken": False}, []
+
+    def timer():
+        if clock["broken"]:
+            raise ValueError("no clock")
+        return time.monotonic_ns() + clock["ahead"]
+
+    settings = RedisSettings("127.0.0.1", unused_tcp_port)
+    one = shared(settings, "one", timer, failed=lambda *error: errors.append(error))
+    other = Replicas(one._director, "other")
+    background(one.run())
+    for message in other.flush(time.monotonic()):
+        one.replicas.receive(message, time.monotonic())
+    assert one.replicas.peers == 1
+    clock["broken"] = True
+    await until(lambda: errors)
+    assert {(where, str(error)) for where, error in errors} == {("sharing", "no clock")}
+    assert one.replicas.peers == 1
+    clock.update(broken=False, ahead=2_000_000_000)
+    await until(lambda: one.replicas.peers == 0)
+
+
+async def test_a_message_that_cannot_be_dealt_with_ends_no_connection(redis_server, background, until):
+    errors = []
+
+    def hear(data, now):
+        if b"other" in data and not errors:
+            raise ValueError("cannot be")
+        return heard(data, now)
+
+    one = shared(redis_server.settings, "one", failed=lambda *error: errors.append(error))
+    heard, one.replicas.receive = one.replicas.receive, hear
+    other = shared(redis_server.settings, "other")
+    background(one.run())
+    background(other.run())
+    await until(lambda: one.replicas.peers == other.replicas.peers == 1)
+    assert [(where, str(error)) for where, error in errors] == [("sharing", "cannot be")]
+    assert one.connects == 1

@@ -16,6 +16,7 @@ import hiredis
 
 from picker.core.director import Director
 from picker.core.sharing.replicas import ALIVE_SECONDS, Heard, Replicas
+from picker.io.keep import Failed, keep, log_failure
 from picker.io.kv_index.reconnecting import Reconnecting
 from picker.io.kv_index.redis_connection import Away, RedisConnection, RedisSettings, RedisUnavailableError
 from picker.io.sharing.subscription import Subscription
@@ -30,7 +31,10 @@ _WARM_SECONDS = 2.0
 
 
 class SharedPicks:
-    """Runs the exchange. `connects` counts how often Redis was reached, `published` the messages it took."""
+    """Runs the exchange. `connects` counts how often Redis was reached, `published` the messages it took.
+
+    `failed` is told of unexpected errors that were survived, as `sharing`.
+    """
 
     def __init__(
         self,
@@ -40,6 +44,7 @@ class SharedPicks:
         *,
         name: str,
         batch_seconds: float,
+        failed: Failed = log_failure,
         jitter: Callable[[], float] = random.random,
     ) -> None:
         self.replicas = Replicas(director, name)
@@ -51,6 +56,7 @@ class SharedPicks:
         self._redis = redis
         self._channel = channel
         self._batch_seconds = batch_seconds
+        self._failed = failed
         self._reconnecting = Reconnecting(
             away="Redis is not available; picks are not shared", back="Picks are shared", jitter=jitter
         )
@@ -78,7 +84,9 @@ class SharedPicks:
     async def run(self) -> None:
         """Stay connected until cancelled."""
         self._director.sharing = self.replicas
-        watching = asyncio.create_task(self._forget_the_silent())
+        watching = asyncio.create_task(
+            keep("sharing", self._forget_the_silent, pause=_EXPIRE_SECONDS, failed=self._failed)
+        )
         try:
             await self._reconnecting.run(self._stay_connected)
         finally:
@@ -129,7 +137,12 @@ class SharedPicks:
 
     def _receive(self, data: bytes) -> None:
         now = self._director.now()
-        if self.replicas.receive(data, now) is Heard.OWN:
+        try:
+            heard = self.replicas.receive(data, now)
+        except Exception as error:  # noqa: BLE001  it would end the connection; what is lost with it is asked for
+            self._failed("sharing", error)
+            return
+        if heard is Heard.OWN:
             self._own_at = now
             loop = asyncio.get_running_loop()
             self._reconnecting.is_back(loop.time(), channel=self._channel, name=self.replicas.name)
@@ -146,7 +159,12 @@ class SharedPicks:
 
     def _answered(self, publication: asyncio.Future[list[object]]) -> None:
         self._unanswered.discard(publication)
-        if publication.cancelled() or publication.exception() is not None:
+        if publication.cancelled():
+            return
+        error = publication.exception()
+        if error is not None:
+            if not isinstance(error, RedisUnavailableError):
+                self._failed("sharing", error)
             return
         for reply in publication.result():
             if isinstance(reply, int):
