@@ -224,8 +224,11 @@ def test_equals_go_by_fewest_in_flight():
         assert set(decision.order[3:]) == {2, 4}
 
 
-def test_equals_in_flight_too_go_by_chance():
-    rng, totals, in_flight = random.Random(5), np.zeros(8), np.array([1, 0, 0, 0, 2, 0, 0, 0])
+@pytest.mark.parametrize("others", [0, 500])
+def test_equals_in_flight_too_go_by_chance(others):
+    """Also among many, where not all are ranked one by one."""
+    rng = random.Random(5)
+    totals, in_flight = np.repeat([0.0, -1.0], [8, others]), np.array([1, 0, 0, 0, 2, 0, 0, 0, *[0] * others])
     first: Counter[int] = Counter()
     second: Counter[int] = Counter()
     for _ in range(6000):
@@ -247,10 +250,12 @@ def test_the_same_chance_gives_the_same_order():
 @settings(max_examples=200, deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from([0.0, 33.0, 50.5, 100.0]), st.integers(0, 2)), min_size=1, max_size=9),
+    st.sampled_from([1, 1, 30]),
     st.integers(1, 12),
     st.integers(0, 99),
 )
-def test_picks_are_sorted_by_total_then_in_flight(rows, count, seed):
+def test_picks_are_sorted_by_total_then_in_flight(rows, times, count, seed):
+    rows *= times
     totals, in_flight = np.array([total for total, _ in rows]), np.array([flights for _, flights in rows])
     order = pick(totals, in_flight, count, random.Random(seed))
     assert len(order) == len(set(order)) == min(count, len(rows))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import inf
 from typing import Final, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -30,6 +29,8 @@ from picker.core.scheduling.api import (
 from picker.core.scheduling.decision import Decision, First, PluginScores, Reason, Steps
 
 _NOTHING = np.zeros(0)
+_FEW = 32
+"""So many candidates are ranked one by one."""
 
 
 class Asked(NamedTuple):
@@ -260,25 +261,23 @@ def _ahead(order: tuple[int, ...], slots: Slots, slot: int) -> tuple[int, ...]:
 
 def pick(totals: Floats, in_flight: Integers, count: int, rng: Rng) -> tuple[int, ...]:
     """The positions of the `count` best: highest total, then fewest in flight, then by chance."""
-    left = totals.tolist()
-    chosen: list[int] = []
-    missing = min(count, len(left))
-    while missing > 0:
-        most = max(left)
-        if left.count(most) == 1:
-            best = [left.index(most)]
-        else:
-            best = [position for position, total in enumerate(left) if total == most]
-            flights = in_flight.take(best).tolist()
-            fewest = min(flights)
-            best = [position for position, flight in zip(best, flights, strict=True) if flight == fewest]
-        equal = best if len(best) == 1 else sample(best.copy(), min(missing, len(best)), rng)
-        chosen += equal
-        missing -= len(equal)
-        if missing:
-            for position in best:
-                left[position] = -inf
-    return tuple(chosen)
+    points, flights, random = totals.tolist(), in_flight.tolist(), rng.random
+    positions = range(len(points)) if len(points) <= _FEW else _contenders(totals, in_flight, count, rng)
+    ranks = [(-points[position], flights[position], random(), position) for position in positions]
+    ranks.sort()
+    return tuple([rank[3] for rank in ranks[:count]])
+
+
+def _contenders(totals: Floats, in_flight: Integers, count: int, rng: Rng) -> list[int]:
+    """The positions that can be among the `count` best of many: few, so that ranking them is cheap."""
+    count = min(count, len(totals))
+    last = np.partition(totals, -count)[-count]
+    better, equal = np.flatnonzero(totals > last), np.flatnonzero(totals == last)
+    missing = count - len(better)
+    flights = in_flight.take(equal)
+    most = np.partition(flights, missing - 1)[missing - 1]
+    emptier, rest = equal[flights < most], equal[flights == most]
+    return [*better.tolist(), *emptier.tolist(), *sample(rest.tolist(), missing - len(emptier), rng)]
 
 
 def narrow(candidates: Candidates, keep: Flags) -> Candidates:
