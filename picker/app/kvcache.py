@@ -13,11 +13,14 @@ from aiohttp import web
 from picker.app.config_settings import Predict
 from picker.core.director import Director
 from picker.core.plugins.kvcache_aware import KvCacheProducer
+from picker.io.keep import Failed
 from picker.io.kvcache.oracle import Oracle
 from picker.io.kvcache.runtime import KvCacheRuntime
 from picker.io.predict import Gate, PredictSettings, create_predict_app
 
 logger = structlog.get_logger(__name__)
+
+_LISTEN_AGAIN_SECONDS = 5.0
 
 Keep = Callable[[str, Callable[[], Awaitable[None]]], asyncio.Task[None]]
 """Runs something for as long as the picker runs, under a name."""
@@ -28,15 +31,29 @@ class PredictError(ValueError):
 
 
 class KvCachePart:
-    """`port` is that of the listener, once there is one; `runtime` is what is in force, or None."""
+    """`port` is that of the listener, once there is one; `runtime` is what is in force, or None.
 
-    def __init__(self, director: Director, predict: Predict, keep: Keep) -> None:
+    A listener that the start did not need is tried for again every `pause` seconds until there is one. `failed` is told
+    of unexpected errors that were survived.
+    """
+
+    def __init__(
+        self,
+        director: Director,
+        predict: Predict,
+        keep: Keep,
+        failed: Failed,
+        *,
+        pause: float = _LISTEN_AGAIN_SECONDS,
+    ) -> None:
         self.port: int | None = None
         self.runtime: KvCacheRuntime | None = None
         self.gate = Gate(_settings(predict, os.environ))
         self._director = director
         self._predict = predict
         self._keep = keep
+        self._failed = failed
+        self._pause = pause
         self._task: asyncio.Task[None] | None = None
         self._listening: web.AppRunner | None = None
         self._started = False
@@ -58,10 +75,10 @@ class KvCachePart:
             self._end()
         elif current is None or current.producer is not producer or current.args is not producer.args:
             self._end()
-            self.runtime = self._director.preparation = KvCacheRuntime(self._director, producer)
+            self.runtime = self._director.preparation = KvCacheRuntime(self._director, producer, self._failed)
             self.runtime.follow()
             self._task = self._keep("kvcache", self.runtime.run)
-            if self._started and self._listening is None and self._predict.enabled:
+            if self._started and self._listening is None and self._late is None and self._predict.enabled:
                 self._late = asyncio.create_task(self._listen_late())
 
     def follow(self) -> None:
@@ -76,7 +93,8 @@ class KvCachePart:
         if task is not None:
             await asyncio.gather(task, return_exceptions=True)
         if self._late is not None:
-            await self._late
+            self._late.cancel()
+            await asyncio.gather(self._late, return_exceptions=True)
         if self._listening is not None:
             await self._listening.cleanup()
 
@@ -88,18 +106,33 @@ class KvCachePart:
         self._task = self.runtime = self._director.preparation = None
 
     async def _listen_late(self) -> None:
-        try:
-            await self._listen()
-        except OSError as error:
-            logger.error("Predictions cannot be asked for; free the port or change predict.listen", error=str(error))  # noqa: TRY400
+        """Listen as soon as it is possible; what is in the way is said once."""
+        said = ""
+        while True:
+            try:
+                await self._listen()
+            except OSError as taken:
+                if str(taken) != said:
+                    said = str(taken)
+                    logger.error("Predictions cannot be asked for; free the port or change predict.listen", error=said)  # noqa: TRY400
+            except Exception as error:  # noqa: BLE001  the picker goes on without it meanwhile
+                self._failed("predict", error)
+            else:
+                return
+            await asyncio.sleep(self._pause)
 
     async def _listen(self) -> None:
         host, _, port = self._predict.listen.rpartition(":")
         oracle = Oracle(lambda: self.runtime.chain if self.runtime else None, lambda: self.runtime)
-        self._listening = web.AppRunner(create_predict_app(oracle, self.gate, self._stats), access_log=None)
-        await self._listening.setup()
-        await web.TCPSite(self._listening, host.strip("[]"), int(port)).start()
-        self.port = self._listening.addresses[0][1]
+        runner = web.AppRunner(create_predict_app(oracle, self.gate, self._stats), access_log=None)
+        try:
+            await runner.setup()
+            await web.TCPSite(runner, host.strip("[]"), int(port)).start()
+        except BaseException:
+            await runner.cleanup()
+            raise
+        self._listening = runner
+        self.port = runner.addresses[0][1]
         logger.info("Predictions can be asked for", host=host, port=self.port)
 
     def _stats(self) -> dict[str, Any]:

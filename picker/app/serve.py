@@ -134,12 +134,12 @@ class Picker:
             timer=time.perf_counter_ns,
         )
         self._director.decision_seconds = config.exchange.decision_seconds
-        self._kv_cache = KvCachePart(self._director, config.predict, self._keep)
+        self._kv_cache = KvCachePart(self._director, config.predict, self._keep, self._hub.failed)
         self._sticky = StickyPart(self._director, self._keep)
         self._sharing = SharingPart(self._director, self._keep, self._hub.failed)
         self._service = ExtProcService(self._director, self._hub, _extproc_settings(config), loop.call_soon)
         self._admit(config)
-        self._scraper = Scraper(self._director, _scrape_settings(loaded), self._restarted)
+        self._scraper = Scraper(self._director, _scrape_settings(loaded), self._restarted, self._hub.failed)
         self._server = _transport(config, self._service, self._health)
         self._admin = AdminServer(self._director, self._hub, self._health)
         self._http = web.AppRunner(

@@ -26,6 +26,7 @@ from picker.core.director import Director
 from picker.core.exchange.effects import BodyState, Decide
 from picker.core.headers import SUBSET
 from picker.core.scheduling.decision import Decision
+from picker.io.keep import keep
 from picker.io.preparing import together
 from picker.io.telemetry import Hub, TooManyWatchersError, without_prompt
 from picker.io.transport.health import HealthState
@@ -119,6 +120,7 @@ class AdminServer:
         self, director: Director, hub: Hub, state: HealthState, *, clock: Callable[[], float] = time.time
     ) -> None:
         self._state = state
+        self._hub = hub
         self._scores = _Scores(director, hub, clock)
         self._server: grpc.aio.Server | None = None
         self._health = health.aio.HealthServicer()
@@ -142,7 +144,7 @@ class AdminServer:
         await self._publish()
         await server.start()
         self._server = server
-        self._publishing = asyncio.create_task(self._follow_health())
+        self._publishing = asyncio.create_task(keep("admin_health", self._follow_health, failed=self._hub.failed))
         return bound
 
     async def close(self, grace: float) -> None:

@@ -17,6 +17,7 @@ from msgspec import Struct
 from picker.core.director import Director
 from picker.core.endpoints import Endpoint
 from picker.core.engine_page import PageReader
+from picker.io.keep import Failed, log_failure
 
 MAX_PAGE_BYTES = 8 * 1024 * 1024
 """A page that is longer is not an engine's; real ones have some hundred kilobytes."""
@@ -35,6 +36,8 @@ class Outcome(StrEnum):
     BAD_STATUS = "bad_status"
     TOO_LARGE = "too_large"
     MALFORMED = "malformed"
+    ERROR = "error"
+    """Something went wrong here; the log has a traceback."""
 
 
 class ScrapeSettings(Struct, frozen=True):
@@ -65,14 +68,22 @@ class _Model(Struct):
 class Scraper:
     """Keeps the load in the endpoint table fresh, and forgets what a restarted engine held.
 
-    `on_restart(endpoint)` is told after the director forgot. `outcomes` counts scrapes by how they ended.
+    `on_restart(endpoint)` is told after the director forgot, `failed` of unexpected errors that were survived, as
+    `scrape`. `outcomes` counts scrapes by how they ended.
     """
 
-    def __init__(self, director: Director, settings: ScrapeSettings, on_restart: Callable[[Endpoint], None]) -> None:
+    def __init__(
+        self,
+        director: Director,
+        settings: ScrapeSettings,
+        on_restart: Callable[[Endpoint], None],
+        failed: Failed = log_failure,
+    ) -> None:
         self.settings = settings
         self.outcomes: Counter[str] = Counter()
         self._director = director
         self._on_restart = on_restart
+        self._failed = failed
         self._tasks: dict[tuple[int, int], asyncio.Task[None]] = {}
         self._session: aiohttp.ClientSession | None = None
 
@@ -90,6 +101,7 @@ class Scraper:
                 for task in self._tasks.values():
                     task.cancel()
                 await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+                self._tasks.clear()
 
     def _follow_table(self) -> None:
         table = self._director.table
@@ -124,6 +136,9 @@ class Scraper:
                 table.observe(slot, msgspec.structs.replace(metrics, **models), time.monotonic())
             except _ScrapeError as error:
                 outcome = error.outcome
+            except Exception as error:  # noqa: BLE001  one bad moment must not leave an endpoint's load unknown for good
+                outcome = Outcome.ERROR
+                self._failed("scrape", error)
             self.outcomes[outcome] += 1
             await asyncio.sleep(max(self.settings.interval - (time.monotonic() - started), 0.01))
 

@@ -296,3 +296,30 @@ async def test_explain_says_what_to_do_about_errors(
         assert out == ""
         assert err.startswith("picker explain: ")
         assert said in err
+
+
+class Health(HealthState):
+    """Fails to say whether it serves, as often as `failures` says."""
+
+    failures = 0
+
+    def is_serving(self, service: str) -> bool | None:
+        if self.failures:
+            self.failures -= 1
+            raise ValueError("no idea")
+        return super().is_serving(service)
+
+
+async def test_readiness_is_told_though_that_failed_before(stack) -> None:
+    health = Health()
+    server = AdminServer(stack.director, stack.hub, health)
+    address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        health.failures = 1
+        health.set_ready(True)
+        async with asyncio.timeout(5):
+            while (await stub.Check(health_pb2.HealthCheckRequest(service="readiness"))).status != 1:
+                await asyncio.sleep(0.02)
+    assert stack.metrics.registry.get_sample_value("picker_errors_total", {"where": "admin_health"}) == 1
+    await server.close(0)

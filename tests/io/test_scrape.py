@@ -154,3 +154,42 @@ async def test_models_that_make_no_sense_are_malformed():
         async with scraping(director, models_interval=0.05) as (scraper, _):
             await until(lambda: scraper.outcomes["malformed"] >= 1)
             assert director.table.models[0] is None
+
+
+async def test_an_unexpected_error_ends_no_scraping():
+    """One that follows a restart, of whoever is told of it."""
+    page, errors = "process_start_time_seconds 100\n", []
+
+    async def answer(_):
+        return web.Response(text=page)
+
+    def tell(endpoint):
+        raise ValueError(f"nobody hears of {endpoint.name}")
+
+    async with serving(answer) as address:
+        director = make_director(address)
+        settings = ScrapeSettings(interval=0.02, timeout=2.0)
+        scraper = Scraper(director, settings, tell, lambda *failure: errors.append(failure))
+        task = asyncio.create_task(scraper.run())
+        await until(lambda: scraper.outcomes["ok"] >= 2)
+        page = "process_start_time_seconds 200\nvllm:num_requests_waiting 4\n"
+        await until(lambda: director.table.waiting[0] == 4)
+        assert [(where, str(error)) for where, error in errors] == [("scrape", f"nobody hears of {address}")]
+        assert scraper.outcomes["error"] == 1
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_scraping_that_has_ended_can_begin_again():
+    async def answer(_):
+        return web.Response(text="vllm:num_requests_waiting 4\n")
+
+    async with serving(answer) as address:
+        director = make_director(address)
+        scraper = Scraper(director, ScrapeSettings(interval=0.02, timeout=2.0), lambda _: None)
+        for _ in range(2):
+            before = scraper.outcomes["ok"]
+            task = asyncio.create_task(scraper.run())
+            await until(lambda before=before: scraper.outcomes["ok"] > before + 1)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)

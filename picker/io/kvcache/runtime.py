@@ -24,6 +24,7 @@ from picker.core.plugins.kvcache_args import IndexMode, KvCacheArgs, Way
 from picker.core.plugins.kvcache_aware import OWNERS, TOKENS, KvCacheProducer
 from picker.core.scheduling.api import Request
 from picker.core.tokens.prompt import EngineRequest, ModelNames, TokenPrompt, read_engine_request
+from picker.io.keep import Failed, log_failure
 from picker.io.kv_events.share import LoopShare
 from picker.io.kvcache.oracle import NOTHING, Held, block_size_of, held_by_events
 from picker.io.kvcache.sources import Followed, Sources
@@ -49,10 +50,10 @@ class KvCacheRuntime:
     """See the module. It is the director's `Preparation`, and knows what every endpoint holds.
 
     `outcomes` counts preparations: `ok`, `not_tokenized`, `no_owners` (Redis gave no answer), `deadline`, `unusable`
-    (a body that is no request of an engine), `starting`.
+    (a body that is no request of an engine), `starting`. `failed` is told of unexpected errors that were survived.
     """
 
-    def __init__(self, director: Director, producer: KvCacheProducer) -> None:
+    def __init__(self, director: Director, producer: KvCacheProducer, failed: Failed = log_failure) -> None:
         args = producer.args
         self.producer = producer
         self.outcomes: Counter[str] = Counter(dict.fromkeys(("ok", "not_tokenized", "deadline"), 0))
@@ -77,6 +78,7 @@ class KvCacheRuntime:
             self.sources = self.redis = RedisOwners(producer, args, director.table, director.now)
         self.args = args
         self._director = director
+        self._failed = failed
         self.followed: dict[int, Followed] = {}
         self._targets: Sequence[Target] = ()
         self._watch = Watch(director.table, producer, self.sources)
@@ -96,7 +98,7 @@ class KvCacheRuntime:
         """Work until cancelled."""
         self.follow()
         async with AsyncExitStack() as stack:
-            self.chain = await open_tokenizers(self.args, lambda: self._targets, stack)
+            self.chain = await open_tokenizers(self.args, lambda: self._targets, stack, self._failed)
             logger.info(
                 f"KVCacheAware: {self.args.index_mode} mode active, runtimePort={self.args.runtime_port}",  # noqa: G004  Kthena's words
                 tokenizers=[str(way) for way in self.args.ways],

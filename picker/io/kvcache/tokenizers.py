@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack
 import structlog
 
 from picker.core.plugins.kvcache_args import KvCacheArgs, Way
+from picker.io.keep import Failed, log_failure
 from picker.io.tokenize.chain import ChainSettings, TokenizerChain
 from picker.io.tokenize.remote import Remote, Remotely, Target
 from picker.io.tokenize.step import Step
@@ -17,14 +18,20 @@ logger = structlog.get_logger(__name__)
 
 
 async def open_tokenizers(
-    args: KvCacheArgs, engines: Callable[[], Sequence[Target]], stack: AsyncExitStack
+    args: KvCacheArgs,
+    engines: Callable[[], Sequence[Target]],
+    stack: AsyncExitStack,
+    failed: Failed = log_failure,
 ) -> TokenizerChain:
-    """Open them, to be closed with `stack`. One that cannot be opened is left out, and the log says why."""
+    """Open them, to be closed with `stack`. One that cannot be opened is left out, and the log says why.
+
+    `failed` is told of unexpected errors of theirs that were survived.
+    """
     engine = await stack.enter_async_context(Remote(Remotely.ENGINE, engines))
     steps: list[Step] = []
     for way in args.ways:
         if way is Way.LOCAL:
-            steps += await _local(args.model_directory, engine, stack)
+            steps += await _local(args.model_directory, engine, stack, failed)
         elif way is Way.ENGINE:
             steps.append(engine)
         elif way is Way.RENDER:
@@ -35,7 +42,7 @@ async def open_tokenizers(
     return TokenizerChain(steps, ChainSettings())
 
 
-async def _local(directory: str, engine: Step, stack: AsyncExitStack) -> list[Step]:
+async def _local(directory: str, engine: Step, stack: AsyncExitStack, failed: Failed) -> list[Step]:
     try:
         # Only those who tokenize here need these libraries.
         from picker.io.tokenize.files import LocalSettings, TokenizerFilesError  # noqa: PLC0415
@@ -51,6 +58,6 @@ async def _local(directory: str, engine: Step, stack: AsyncExitStack) -> list[St
         return []
     local = Local(tokenizer)
     stack.callback(local.close)
-    verified = Verified(local, engine)
+    verified = Verified(local, engine, failed=failed)
     stack.push_async_callback(verified.close)
     return [verified]

@@ -16,6 +16,7 @@ from typing import Any
 import structlog
 
 from picker.core.tokens.prompt import Api, EngineRequest, Served, read_engine_request
+from picker.io.keep import Failed, log_failure
 from picker.io.tokenize.step import Outcome, Step, StepError, Tokens
 
 logger = structlog.get_logger(__name__)
@@ -67,14 +68,19 @@ def _kind(request: EngineRequest) -> str:
 class Verified:
     """A step that is as good as `reference`, or not taken. `differs` says by kind of request how they differ.
 
-    Requests are answered while the comparison runs in the background; it begins with the first one.
+    Requests are answered while the comparison runs in the background; it begins with the first one, and again `pause`
+    seconds after it was not possible. `failed` is told of unexpected errors that were survived, as `compare_tokenizers`.
     """
 
-    def __init__(self, step: Step, reference: Step) -> None:
+    def __init__(
+        self, step: Step, reference: Step, *, failed: Failed = log_failure, pause: float = PAUSE_SECONDS
+    ) -> None:
         self.name = step.name
         self.differs: dict[str, str] = {}
         self._step = step
         self._reference = reference
+        self._failed = failed
+        self._pause = pause
         self._comparing: asyncio.Task[bool] | None = None
         self._next = 0.0
 
@@ -93,20 +99,25 @@ class Verified:
         """Compare all probes; False when that was not possible."""
         for probe in _PROBES:
             try:
-                mine = await self._step.tokenize(probe, served, _SECONDS)
-                theirs = await self._reference.tokenize(probe, served, _SECONDS)
-            except StepError as error:
-                if error.outcome is Outcome.UNSUPPORTED:
+                await self._compare_one(probe, served)
+            except StepError as failure:
+                if failure.outcome is Outcome.UNSUPPORTED:
                     continue
-                self._next = time.monotonic() + PAUSE_SECONDS
-                return False
-            if mine != theirs:
-                kind = _kind(probe)
-                self.differs[kind] = (
-                    f"{self._reference.name} makes other tokens of a {kind}: {_difference(mine, theirs)}"
-                )
-                logger.error("tokenizers_differ", step=self.name, kind=kind, detail=self.differs[kind])
+            except Exception as error:  # noqa: BLE001  requests are tokenized though comparing failed
+                self._failed("compare_tokenizers", error)
+            else:
+                continue
+            self._next = time.monotonic() + self._pause
+            return False
         return True
+
+    async def _compare_one(self, probe: EngineRequest, served: Served) -> None:
+        mine = await self._step.tokenize(probe, served, _SECONDS)
+        theirs = await self._reference.tokenize(probe, served, _SECONDS)
+        if mine != theirs:
+            kind = _kind(probe)
+            self.differs[kind] = f"{self._reference.name} makes other tokens of a {kind}: {_difference(mine, theirs)}"
+            logger.error("tokenizers_differ", step=self.name, kind=kind, detail=self.differs[kind])
 
     async def close(self) -> None:
         """End the comparison."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,10 @@ from aiohttp import web
 from structlog.testing import capture_logs
 
 from picker.core.tokens.prompt import EngineRequest, Served, read_engine_request
-from picker.io.tokenize import verified
 from picker.io.tokenize.files import LocalSettings
 from picker.io.tokenize.local import Local, LocalTokenizer
 from picker.io.tokenize.remote import Remote, Remotely
-from picker.io.tokenize.step import Outcome, StepError
+from picker.io.tokenize.step import Outcome, StepError, Tokens
 from picker.io.tokenize.verified import Verified
 
 from .conftest import Serve, Server
@@ -108,9 +108,7 @@ async def test_kinds_of_requests_that_differ_are_left_to_the_next_step(
     own.close()
 
 
-async def test_an_engine_that_is_not_ready_is_asked_again_later(
-    serve: Serve, local: LocalTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_engine_that_is_not_ready_is_asked_again_later(serve: Serve, local: LocalTokenizer) -> None:
     ready = False
     server = await engine(serve, local, lambda _, tokens: [*tokens, 7], lambda: 200 if ready else 503)
     own = Local(local)
@@ -122,7 +120,6 @@ async def test_an_engine_that_is_not_ready_is_asked_again_later(
         await step.tokenize(TEXT, TINY, 5)
         assert len(server.asked) == 1
         ready = True
-        monkeypatch.setattr(verified, "PAUSE_SECONDS", 0)
         step._next = 0
         await step.tokenize(TEXT, TINY, 5)
         assert await step._comparing
@@ -144,4 +141,29 @@ async def test_closing_ends_the_comparison(serve: Serve, local: LocalTokenizer) 
         await step.close()
         assert step._comparing is not None
         assert step._comparing.cancelled()
+    own.close()
+
+
+async def test_an_engine_that_is_compared_with_in_vain_is_compared_with_again(local: LocalTokenizer) -> None:
+    told: list[tuple[str, str]] = []
+
+    class Engine:
+        name = "engine"
+
+        async def tokenize(self, asked: EngineRequest, served: Served, seconds: float) -> list[Tokens]:  # noqa: ARG002
+            if len(told) < 2:
+                raise RuntimeError("broken")
+            return [Tokens(array("I", [7]))]
+
+    own = Local(local)
+    step = Verified(own, Engine(), failed=lambda where, error: told.append((where, str(error))), pause=0)
+    for _ in range(2):
+        assert await step.tokenize(TEXT, TINY, 5) == local.tokenize(TEXT)
+        assert step._comparing is not None
+        assert not await step._comparing
+    assert told == [("compare_tokenizers", "broken")] * 2
+    await step.tokenize(TEXT, TINY, 5)
+    assert await step._comparing
+    assert await outcomes(step) == [Outcome.DISABLED] * 3
+    await step.close()
     own.close()
