@@ -68,7 +68,7 @@ class ChainReader:
         if system is not None:
             writer.write(message_blocks({"role": "system", "content": system}))
         opening = writer.state
-        if stored is not None:
+        if stored is not None and blocks_of is item_blocks:  # other APIs have no such thing
             writer.go_on_from(stored, opening)
         self._turns(writer, turns, blocks_of)
         if not writer.hashes:

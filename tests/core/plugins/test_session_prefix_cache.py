@@ -369,6 +369,16 @@ def test_what_follows_a_response_goes_where_that_is():
     assert fleet.producer.index.kept == 1
 
 
+def test_other_apis_do_not_go_on_from_responses():
+    fleet = Fleet()
+    fleet.serve(1, RESPONSES, input="q" * 3000, usage=Usage(reply=b"r", response_id="resp_1"))
+    fleet.serve(1, RESPONSES, input="q" * 3000, conversation="resp_1")
+    for name in ("previous_response_id", "conversation"):
+        assert fleet.matched(messages=[user("?")], **{name: "resp_1"}) == [0, 0, 0]
+        assert fleet.matched("/v1/messages", messages=[user("?")], **{name: "resp_1"}) == [0, 0, 0]
+        assert fleet.fractions(messages=[user("q" * 3000)], **{name: "resp_1"}) == [0, 1, 0]
+
+
 def test_what_follows_a_response_that_is_no_text_goes_there_too():
     fleet = Fleet()
     fleet.serve(2, RESPONSES, input="q" * 3000, usage=Usage(prompt_tokens=750, response_id="resp_1"))
