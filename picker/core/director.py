@@ -127,15 +127,24 @@ class Director:
 
     def refuse(self, asked: Decide, reason: Reason) -> Decision:
         """A decision against a request, for a reason that was found before it."""
-        candidates = Candidates(self.table, self.table.slots, self.table.mask)
-        now = self._timer()
-        return self.scheduler.choose(Asked(self.read(asked), reason, now, 0, self._rng, self._timer, None), candidates)
+        return self._refuse(self.scheduler, self.read(asked), reason)
+
+    def refuse_plainly(self, reason: Reason) -> Decision:
+        """The same without reading the request or asking any plugin."""
+        return self._refuse(_PLAIN, self._unread(), reason)
+
+    def _refuse(self, scheduler: Scheduler, request: Request, reason: Reason) -> Decision:
+        # No endpoint is looked at, so that there is none to show.
+        candidates = Candidates(self.table, self.table.slots[:0], 0)
+        return scheduler.choose(Asked(request, reason, self._timer(), 0, self._rng, self._timer, None), candidates)
 
     def decide_plainly(self, asked: Decide, fallbacks: int | None = None) -> Decision:
         """Decide by in-flight counts alone, without reading the prompt or asking any plugin."""
+        return self._decide(_PLAIN, self._unread(), asked, fallbacks)
+
+    def _unread(self) -> Request:
         now = self._timer()
-        request = Request("", "", Prompt(unused=Unused.FAILED), started=now, parsed=now)
-        return self._decide(_PLAIN, request, asked, fallbacks)
+        return Request("", "", Prompt(unused=Unused.FAILED), started=now, parsed=now)
 
     def _decide(self, scheduler: Scheduler, request: Request, asked: Decide, fallbacks: int | None) -> Decision:
         most = self.fallbacks if fallbacks is None else min(fallbacks, self.fallbacks)

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -121,7 +122,7 @@ class Hub:
     ) -> None:
         self.metrics = metrics
         self._recent: deque[Record] = deque(maxlen=RECENT_DECISIONS)
-        self._afterwards = Afterwards(later, most=_MOST_WAITING)
+        self._afterwards = Afterwards(partial(self.failed, "telemetry"), later, most=_MOST_WAITING)
         self._waiting_bytes = 0
         self._clock = clock
         self._number = 0
@@ -148,28 +149,19 @@ class Hub:
             self.settle()
 
     def finished(self, sent: Sent, finish: Finish, seconds: float) -> None:
-        self._afterwards.add(self._finished, sent, finish, seconds)
+        self._afterwards.add(self.metrics.finished, sent, finish, seconds)
 
     def _decided(self, decision: Decision) -> None:
-        try:
-            self.metrics.decided(decision)
-            number = self._number = self._number + 1
-            record = Record(number, self._clock(), without_prompt(decision))
-            self._recent.append(record)
-            for watcher in self._watchers:
-                watcher.offer(record)
-            if self.sample_decisions and number % self.sample_decisions == 0:
-                self._log.info("decision", **_log_fields(record.decision))
-            elif self._logs_all:
-                self._log.debug("decision", **_log_fields(record.decision))
-        except Exception as error:  # noqa: BLE001  telemetry never fails a request
-            self.failed("telemetry", error)
-
-    def _finished(self, sent: Sent, finish: Finish, seconds: float) -> None:
-        try:
-            self.metrics.finished(sent, finish, seconds)
-        except Exception as error:  # noqa: BLE001  telemetry never fails a request
-            self.failed("telemetry", error)
+        self.metrics.decided(decision)
+        number = self._number = self._number + 1
+        record = Record(number, self._clock(), without_prompt(decision))
+        self._recent.append(record)
+        for watcher in self._watchers:
+            watcher.offer(record)
+        if self.sample_decisions and number % self.sample_decisions == 0:
+            self._log.info("decision", **_log_fields(record.decision))
+        elif self._logs_all:
+            self._log.debug("decision", **_log_fields(record.decision))
 
     def anomaly(self, anomaly: Anomaly, detail: str) -> None:
         try:

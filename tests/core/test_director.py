@@ -148,6 +148,18 @@ def test_a_plain_decision_goes_by_in_flight_alone_within_the_subset():
 # --- Learning ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("addresses", [(), (A, B)])
+def test_a_refusal_can_be_shown_and_one_of_what_is_not_read_too(addresses):
+    made = director(*addresses)
+    refused = made.refuse(asking("prompt", x_request_id="id"), Reason.SATURATED)
+    plainly = made.refuse_plainly(Reason.SATURATED)
+    for decision, request_id, model in ((refused, "id", "m"), (plainly, "", "")):
+        view = decision.view()
+        assert (view["reason"], view["request_id"], view["model"]) == ("saturated", request_id, model)
+        assert view["endpoints"] == view["destinations"] == []
+    assert plainly.request.prompt.unused is Unused.FAILED
+
+
 def test_a_pick_that_cannot_be_learnt_is_not_counted():
     class Broken:
         def picked(self, slot):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
 
+from picker.core.admission.waiting import Left
 from picker.core.director import Director
 from picker.core.exchange.effects import Decide
 from picker.core.exchange.outcomes import Refused
@@ -15,8 +17,9 @@ from picker.core.scheduling.api import Request
 from picker.core.scheduling.decision import Decision, Reason
 from picker.core.telemetry import Telemetry
 from picker.core.tickets import Ticket
-from picker.io.admission import Gate
+from picker.io.admission import Entry, Gate
 from picker.io.afterwards import Afterwards, Later
+from picker.io.extproc.model_names import RestoredNames
 from picker.io.extproc.observer import Observations
 from picker.io.extproc.settings import ExtProcSettings
 from picker.io.extproc.stream import ExtProcStream
@@ -50,7 +53,7 @@ class ExtProcService:
         self.director = director
         self.telemetry = telemetry
         self.settings = settings
-        self.afterwards = Afterwards(soon)
+        self.afterwards = Afterwards(partial(telemetry.failed, "learn"), soon)
         self.observations = Observations(telemetry)
         self.model_names: Counter[str] = Counter()
         """What became of requests for names of other models, and of the names in their responses."""
@@ -71,6 +74,46 @@ class ExtProcService:
 
     def _handler(self, call: Call) -> ExtProcStream:
         return ExtProcStream(self, call)
+
+    def enter(self, gate: Gate, asked: Decide, left: Callable[[Left], None]) -> Entry | Left:
+        """Have a request admitted, see `Gate.enter`; should that go wrong, it does not wait."""
+        try:
+            return gate.enter(asked, left)
+        except Exception as error:  # noqa: BLE001  a request never fails because asking for room did
+            self.telemetry.failed("admission", error)
+            return Left.ADMITTED
+
+    def room(self) -> None:
+        """Tell the gate that something has ended, if there is one."""
+        if self.gate is not None:
+            try:
+                self.gate.room()
+            except Exception as error:  # noqa: BLE001  it looks again by itself
+                self.telemetry.failed("admission", error)
+
+    def turn_away(self, asked: Decide) -> Decision:
+        """Refuse a request that the gate does not admit; should reading it go wrong, without that."""
+        try:
+            return self.director.refuse(asked, Reason.SATURATED)
+        except Exception as error:  # noqa: BLE001  an answer never fails because its telling did
+            self.telemetry.failed("refuse", error)
+            return self.director.refuse_plainly(Reason.SATURATED)
+
+    def rewrite(self, asked: Decide) -> tuple[Decide, RestoredNames | None]:
+        """Have a request ask for the model that its name stands for; returns what restores the name in its response.
+
+        Should that go wrong, it asks for what it says.
+        """
+        try:
+            changed, rewritten = self.director.rewrite(asked)
+            if rewritten is None:
+                return asked, None
+            names = RestoredNames(rewritten, self.model_names)
+        except Exception as error:  # noqa: BLE001  a request never fails because renaming its model did
+            self.telemetry.failed("rewrite", error)
+            return asked, None
+        self.model_names["rewritten"] += 1
+        return changed, names
 
     def prepare(self, asked: Decide) -> tuple[Request, Awaitable[Mapping[str, Any]]] | None:
         """Read a request that has to be prepared, and return it with what does that; None when nothing does."""

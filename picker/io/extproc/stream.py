@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -169,9 +169,17 @@ class ExtProcStream:
             elif kind is Report:
                 self._service.telemetry.anomaly(effect.anomaly, "")  # type: ignore[union-attr]
             elif kind is Arm:
-                self._timer = asyncio.get_running_loop().call_later(effect.seconds, self._timer_fired)  # type: ignore[union-attr]
+                self._timer = asyncio.get_running_loop().call_later(effect.seconds, self._later, self._timer_fired)  # type: ignore[union-attr]
             else:
                 send(encode(effect))  # type: ignore[arg-type]
+
+    def _later(self, act: Callable[..., None], *args: object) -> None:
+        """Go on without a message of Envoy's; what goes wrong ends the RPC as it does in one, lest Envoy waits."""
+        try:
+            act(*args)
+        except Exception as error:  # noqa: BLE001  nobody else would end it
+            self._service.telemetry.failed("stream", error)
+            self._call.finish(Status.INTERNAL, "internal error")
 
     def _timer_fired(self) -> None:
         self._timer = None
@@ -182,7 +190,7 @@ class ExtProcStream:
         if gate is None:
             self._prepare_or_decide(asked)
             return
-        entry = gate.enter(asked, partial(self._left, asked))
+        entry = self._service.enter(gate, asked, partial(self._later, self._left, asked))
         if isinstance(entry, Entry):
             self._waiting = entry
             if asked.body_mode is not BodyMode.FULL_DUPLEX_STREAMED:  # where Envoy waits without end
@@ -195,27 +203,20 @@ class ExtProcStream:
         if left is Left.ADMITTED:
             self._prepare_or_decide(asked)
         else:
-            self._run(self._carry_out(self._service.director.refuse(asked, Reason.SATURATED)))
+            self._run(self._carry_out(self._service.turn_away(asked)))
 
     def _prepare_or_decide(self, asked: Decide) -> None:
         if self._service.director.rewrites:
-            asked = self._rewrite(asked)
+            asked, self._names = self._service.rewrite(asked)
+            if self._names is not None:
+                self._body = asked.body
         prepared = self._service.prepare(asked)
         if prepared is None:
             self._run(self._decide(asked))
             return
         request, preparing = prepared
         self._preparing = asyncio.ensure_future(preparing)
-        self._preparing.add_done_callback(partial(self._prepared, asked, request))
-
-    def _rewrite(self, asked: Decide) -> Decide:
-        service = self._service
-        asked, rewritten = service.director.rewrite(asked)
-        if rewritten is not None:
-            service.model_names["rewritten"] += 1
-            self._body = asked.body
-            self._names = RestoredNames(rewritten, service.model_names)
-        return asked
+        self._preparing.add_done_callback(partial(self._later, self._prepared, asked, request))
 
     def _prepared(self, asked: Decide, request: Request, preparing: asyncio.Future[Mapping[str, Any]]) -> None:
         if preparing.cancelled():
@@ -308,8 +309,7 @@ class ExtProcStream:
         if sent is not None:
             seconds = self._service.director.now() - self._decided_at
             self._service.telemetry.finished(sent, finish, seconds)
-        if self._service.gate is not None:
-            self._service.gate.room()
+        self._service.room()
 
     def _observe(self, observed: Observed) -> None:
         if self._observer is None:
