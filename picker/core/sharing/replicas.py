@@ -27,6 +27,7 @@ from picker.core.sharing.messages import (
     Prefilled,
     decode,
     encode,
+    sent_by,
 )
 from picker.core.sharing.peers import Peer, RemotePick
 
@@ -64,6 +65,7 @@ class Replicas:
 
     def __init__(self, director: Director, name: str) -> None:
         self.name = name
+        self._encoded_name = encode(name)
         self.heard: Counter[Heard] = Counter()
         self.gaps = 0
         self.dropped = 0
@@ -207,14 +209,16 @@ class Replicas:
 
     def receive(self, data: bytes, now: float) -> Heard:
         """Take in a message of whatever origin. Never raises."""
+        heard = Heard.OWN if sent_by(data, self._encoded_name) else self._read(data, now)
+        self.heard[heard] += 1
+        return heard
+
+    def _read(self, data: bytes, now: float) -> Heard:
         try:
             message = decode(data)
         except ValueError:
-            heard = Heard.MALFORMED
-        else:
-            heard = Heard.OWN if message.sender == self.name else self._take(message, now)
-        self.heard[heard] += 1
-        return heard
+            return Heard.MALFORMED
+        return self._take(message, now)
 
     def _take(self, message: Message, now: float) -> Heard:
         if isinstance(message, Batch):
