@@ -32,7 +32,7 @@ from picker.io.kv_events.subscriber import KvEventSubscriber
 from picker.io.kv_index.engine_face import EngineFace
 from picker.io.kv_index.feed import OwnershipFeed
 from picker.io.kv_index.redis_writer import RedisWriter, WriterSettings
-from picker.io.kv_index.sidecar_metrics import sidecar_page
+from picker.io.kv_index.sidecar_metrics import SidecarMetrics
 from picker.io.kv_index.stream_server import REGISTER, StreamServer, StreamSettings
 from picker.io.telemetry import configure_logging
 
@@ -102,8 +102,9 @@ class Sidecar:
             self.redis = RedisWriter(settings.redis, self.ownership, settings.pod, settings.engine, options)
         self.feed = OwnershipFeed(self.ownership, redis=self.redis, streams=self.streams, then=handlers)
         self.subscriber = KvEventSubscriber(settings.source, self.feed)
+        metrics = SidecarMetrics(self.ownership, self.subscriber, self.redis, self.streams)
         app = web.Application()
-        engine = EngineFace(settings.base_url, settings.metrics_path, settings.request_timeout, self._page)
+        engine = EngineFace(settings.base_url, settings.metrics_path, settings.request_timeout, metrics.page)
         engine.add_to(app)
         app.router.add_get("/health", self._health)
         app.router.add_get("/stats", self._stats)
@@ -184,9 +185,6 @@ class Sidecar:
             logger.warning(WRONG_MODE)
             return web.json_response({"detail": WRONG_MODE}, status=409)
         return await self.streams.register(request)
-
-    def _page(self) -> bytes:
-        return sidecar_page(self.ownership, self.subscriber, self.redis, self.streams)
 
     async def _refresh(self) -> None:
         while True:

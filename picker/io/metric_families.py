@@ -112,6 +112,14 @@ class Reading(Family):
         yield family
 
 
+def reference_table(families: Iterable[Family], more: Iterable[tuple[str, str, str, str]] = ()) -> str:
+    """Metrics as a Markdown table. `more` are rows: name, kind, labels, text."""
+    rows = [(family.name, family.kind, ", ".join(family.labels), family.text) for family in families]
+    lines = ["| metric | type | labels | what to look for |", "|---|---|---|---|"]
+    lines += [f"| `{name}` | {kind} | {labels} | {text} |" for name, kind, labels, text in (*rows, *more)]
+    return "\n".join([*lines, ""])
+
+
 class ModelLabels(dict[str, str]):
     """Model names to label values: printable, short, and at most `MAX_MODELS`. Look names up by subscript.
 

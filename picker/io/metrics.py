@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from picker.core.exchange.effects import Anomaly, Finish, LearnedOn
 from picker.core.prompts import Unused
 from picker.core.scheduling.decision import Decision, First, PrefillPlace, Sent, Steps
-from picker.io.metric_families import OTHER, Counter, Family, Histogram
+from picker.io.metric_families import OTHER, Counter, Family, Histogram, reference_table
 from picker.io.metric_sources import Sources
 
 _NANOSECONDS = 1e-9
@@ -201,12 +201,10 @@ class Metrics(Sources):
 def metrics_markdown() -> str:
     """The reference table of all metrics, as Markdown."""
     metrics = Metrics()
-    rows = [(family.name, family.kind, ", ".join(family.labels), family.text) for family in metrics.families]
-    ours = {name.removesuffix("_total") for name, *_ in rows}
-    rows += [
+    ours = {family.name.removesuffix("_total") for family in metrics.families}
+    process = [
         (family.name + "_total" * (family.type == "counter"), family.type, "", family.documentation)
         for family in metrics.registry.collect()
         if family.name not in ours
     ]
-    lines = ["| metric | type | labels | what to look for |", "|---|---|---|---|"]
-    return "\n".join([*lines, *(f"| `{name}` | {kind} | {labels} | {text} |" for name, kind, labels, text in rows), ""])
+    return reference_table(metrics.families, process)

@@ -2,83 +2,125 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
+from itertools import chain
 from types import SimpleNamespace
-from typing import Any
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import generate_latest
-from prometheus_client.metrics_core import Metric
 
 from picker.core.kv_index.ownership import Ownership
 from picker.io.kv_events.subscriber import KvEventSubscriber
 from picker.io.kv_index.redis_writer import RedisWriter
 from picker.io.kv_index.stream_server import StreamServer
+from picker.io.metric_families import Family, Reading, Readings, by_label, reference_table
 
 
-def sidecar_page(
-    ownership: Ownership, subscriber: KvEventSubscriber, redis: RedisWriter | None, streams: StreamServer | None
-) -> bytes:
-    """Return the page in the Prometheus text format."""
-    families = _families(ownership, subscriber, redis, streams)
-    return generate_latest(SimpleNamespace(collect=lambda: families))
+class SidecarMetrics:
+    """All metrics of one sidecar, as `families`. A part that is not there has no series."""
+
+    def __init__(
+        self,
+        ownership: Ownership | None = None,
+        subscriber: KvEventSubscriber | None = None,
+        redis: RedisWriter | None = None,
+        streams: StreamServer | None = None,
+    ) -> None:
+        ranks = {str(rank.rank): rank for rank in subscriber.ranks} if subscriber else {}
+
+        def by_rank(counts: Mapping[str, Mapping[str, int]]) -> Readings:
+            return [((rank, what), count) for rank, each in counts.items() for what, count in each.items()]
+
+        self.families: list[Family] = [
+            _gauge(
+                "connected",
+                "rank",
+                "Connected to the engine.",
+                lambda: [((name,), rank.connected) for name, rank in ranks.items()],
+            ),
+            _gauge(
+                "complete",
+                "rank",
+                "All events since the engine's start are known. 0 for long: set the replay endpoint, or raise buffer_steps.",
+                lambda: [((name,), rank.complete) for name, rank in ranks.items()],
+            ),
+            _gauge(
+                "last_sequence",
+                "rank",
+                "Number of the last batch applied.",
+                lambda: [((name,), rank.last_seq) for name, rank in ranks.items() if rank.last_seq is not None],
+            ),
+            _counter(
+                "subscription_total",
+                "rank what",
+                "What happened on the way from the engine: events, gaps, replays, restarts.",
+                lambda: by_rank({name: rank.counts for name, rank in ranks.items()}),
+            ),
+            _counter(
+                "events_dropped_total",
+                "rank reason",
+                "Frames and events that could not be used.",
+                lambda: by_rank({name: rank.dropped for name, rank in ranks.items()}),
+            ),
+            _gauge(
+                "blocks",
+                "model",
+                "Blocks that routers are told of.",
+                lambda: by_label(ownership.blocks) if ownership else (),
+            ),
+            _counter(
+                "blocks_unowned_total",
+                "reason",
+                "Blocks that routers are not told of, and why.",
+                lambda: by_label(ownership.counts) if ownership else (),
+            ),
+            _gauge(
+                "redis_in_step",
+                "",
+                "Redis says what the engine holds. 0 for long: see the failures.",
+                lambda: [((), redis.in_step)] if redis else (),
+            ),
+            _gauge(
+                "redis_behind",
+                "",
+                "Changes that are not in Redis yet.",
+                lambda: [((), redis.behind)] if redis else (),
+            ),
+            _counter(
+                "redis_total",
+                "what",
+                "What happened with Redis. `missing` and `lost` rise: it drops what is written; see its maxmemory-policy. "
+                "`refused_oom` rises: it is full.",
+                lambda: by_label(redis.counts) if redis else (),
+            ),
+            _counter(
+                "redis_failures_total",
+                "reason",
+                "How often Redis was found not to be available. The log says what to look at.",
+                lambda: by_label(redis.failures) if redis else (),
+            ),
+            _gauge("streams", "", "Open streams of routers.", lambda: [((), streams.streams)] if streams else ()),
+            _counter(
+                "streams_total",
+                "what",
+                "Registrations and how streams ended.",
+                lambda: by_label(streams.counts) if streams else (),
+            ),
+        ]
+
+    def page(self) -> bytes:
+        """The page in the Prometheus text format."""
+        metrics = chain.from_iterable(family.collect() for family in self.families)
+        return generate_latest(SimpleNamespace(collect=lambda: metrics))
 
 
-def _families(
-    ownership: Ownership, subscriber: KvEventSubscriber, redis: RedisWriter | None, streams: StreamServer | None
-) -> Iterable[Metric]:
-    ranks = {str(rank.rank): rank for rank in subscriber.ranks}
-    yield _gauge("connected", "rank", "Connected to the engine.", {r: rank.connected for r, rank in ranks.items()})
-    yield _gauge(
-        "complete",
-        "rank",
-        "All events since the engine's start are known. 0 for long: set the replay endpoint, or raise buffer_steps.",
-        {r: rank.complete for r, rank in ranks.items()},
-    )
-    yield _gauge(
-        "last_sequence",
-        "rank",
-        "Number of the last batch applied.",
-        {r: rank.last_seq for r, rank in ranks.items() if rank.last_seq is not None},
-    )
-    yield _counter(
-        "subscription",
-        "rank what",
-        "What happened on the way from the engine: events, gaps, replays, restarts.",
-        {(r, what): count for r, rank in ranks.items() for what, count in rank.counts.items()},
-    )
-    yield _counter(
-        "events_dropped",
-        "rank reason",
-        "Frames and events that could not be used.",
-        {(r, reason): count for r, rank in ranks.items() for reason, count in rank.dropped.items()},
-    )
-    yield _gauge("blocks", "model", "Blocks that routers are told of.", ownership.blocks)
-    yield _counter("blocks_unowned", "reason", "Blocks that routers are not told of, and why.", ownership.counts)
-    if redis is not None:
-        yield _gauge("redis_in_step", "", "Redis says what the engine holds.", {(): redis.in_step})
-        yield _gauge("redis_behind", "", "Changes that are not in Redis yet.", {(): redis.behind})
-        yield _counter(
-            "redis",
-            "what",
-            "What happened with Redis. `missing` and `lost` rise: it drops what is written; see its maxmemory-policy.",
-            redis.counts,
-        )
-        yield _counter("redis_failures", "reason", "How often Redis was found not to be available.", redis.failures)
-    if streams is not None:
-        yield _gauge("streams", "", "Open streams of routers.", {(): streams.streams})
-        yield _counter("streams", "what", "Registrations and how streams ended.", streams.counts)
+def sidecar_metrics_markdown() -> str:
+    """The reference table of all metrics, as Markdown."""
+    return reference_table(SidecarMetrics().families)
 
 
-def _gauge(name: str, labels: str, text: str, values: Mapping[Any, Any]) -> Metric:
-    family = GaugeMetricFamily(f"picker_sidecar_{name}", text, labels=labels.split())
-    for key, value in values.items():
-        family.add_metric(key if isinstance(key, tuple) else (key,), float(value))
-    return family
+def _gauge(name: str, labels: str, text: str, read: Callable[[], Readings]) -> Family:
+    return Reading("gauge", f"sidecar_{name}", labels, text, read)
 
 
-def _counter(name: str, labels: str, text: str, values: Mapping[Any, int]) -> Metric:
-    family = CounterMetricFamily(f"picker_sidecar_{name}", text, labels=labels.split())
-    for key, value in values.items():
-        family.add_metric(key if isinstance(key, tuple) else (key,), value)
-    return family
+def _counter(name: str, labels: str, text: str, read: Callable[[], Readings]) -> Family:
+    return Reading("counter", f"sidecar_{name}", labels, text, read)
