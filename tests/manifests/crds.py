@@ -290,7 +290,18 @@ SCHEMAS: dict[tuple[str, str], Schema] = dict(
             fields(
                 {
                     "selector": fields({"matchLabels": LABELS}),
-                    "podMetricsEndpoints": some(fields({"portNumber": PORT}, {"path": TEXT, "interval": DURATION})),
+                    "podMetricsEndpoints": some(
+                        fields(
+                            {"portNumber": PORT},
+                            {
+                                "path": TEXT,
+                                "interval": DURATION,
+                                "metricRelabelings": some(
+                                    fields({"action": one_of("keep"), "sourceLabels": some(TEXT), "regex": TEXT})
+                                ),
+                            },
+                        )
+                    ),
                 }
             ),
         ),

@@ -116,7 +116,9 @@ def network(documents: list[Document]) -> Iterator[str]:
     if "vllm" in deployments:
         yes += [(PICKER, ENGINE, port, "TCP") for port in (8000, 5557, 5558, 9000)]
         yes += [(each, ENGINE, 8000, "TCP") for each in (GATEWAY_HERE, PROMETHEUS, *CONTROLLERS)]
+        yes += [(PROMETHEUS, ENGINE, 9000, "TCP")]
         no += [(each, ENGINE, port, "TCP") for each in (STRANGER, NEIGHBOUR) for port in (5557, 5558, 9000)]
+        no += [(PROMETHEUS, ENGINE, port, "TCP") for port in (5557, 5558)]
     for wanted, cases in ((True, yes), (False, no)):
         for source, target, port, protocol in cases:
             if reaches(documents, source, target, port, protocol) is not wanted:

@@ -15,6 +15,7 @@ RULES = (
     rules_objects.access,
     rules_objects.plain_envoy,
     rules_objects.redis,
+    rules_objects.monitors,
     rules_gateway.early_removal,
     rules_gateway.external_processing,
     rules_gateway.backend_traffic,

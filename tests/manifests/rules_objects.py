@@ -200,6 +200,17 @@ def plain_envoy(documents: list[Document]) -> Iterator[str]:
                 yield f"Envoy connects to port {port} of {name}"
 
 
+def monitors(documents: list[Document]) -> Iterator[str]:
+    """Engines are scraped, and sidecars for what is their own: they pass on their engine's metrics."""
+    for monitor in of_kind(documents, "PodMonitor"):
+        kept = {
+            each["portNumber"]: [relabeling["regex"] for relabeling in each.get("metricRelabelings", ())]
+            for each in monitor["spec"]["podMetricsEndpoints"]
+        }
+        if kept != {8000: [], 9000: ["picker_sidecar_.+"]}:
+            yield f"of model servers is kept {kept}"
+
+
 def _wants_redis(config: Config) -> bool:
     modes = [entry.args.index_mode for entry in config.scheduler.plugin_config if entry.name == "kvcache-aware"]
     return config.sharing.enabled or modes == ["redis"]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from picker.io.kv_index.sidecar_metrics import SidecarMetrics
 from picker.io.metrics import Metrics
 from tests.manifests.builds import MANIFESTS, ROOT, build, one
 
@@ -21,10 +22,10 @@ TARGET_LABELS = {"namespace", "pod", "le"}
 
 
 def exposed() -> dict[str, set[str]]:
-    """Names of all series that a picker exposes, with the labels they have."""
+    """Names of all series that pickers and sidecars expose, with the labels they have."""
     metrics = Metrics()
     series: dict[str, set[str]] = {}
-    for family in metrics.families:
+    for family in (*metrics.families, *SidecarMetrics().families):
         suffixes = ("_bucket", "_sum", "_count") if family.kind == "histogram" else ("",)
         series |= {family.name + suffix: set(family.labels) for suffix in suffixes}
     for family in metrics.registry.collect():
@@ -94,7 +95,7 @@ def test_promtool_takes_every_query_of_the_dashboards(tmp_path):
 
 
 def test_alerts_fire_and_are_silent(tmp_path):
-    """Prometheus's own rule tests: a healthy picker, and one that lost everything."""
+    """Prometheus's own rule tests: a healthy picker, one that lost everything, and some that lost Redis."""
     (tmp_path / "rules.yaml").write_text(yaml.safe_dump(one(build("production"), "PrometheusRule", "picker")["spec"]))
     labels = 'namespace="inference",pod="a",instance="i",job="picker"'
 
@@ -118,6 +119,8 @@ def test_alerts_fire_and_are_silent(tmp_path):
             "PickerBusy",
             "PickerMissing",
             "PickerReplicasApart",
+            "PickerRedisAway",
+            "PickerSidecarRedisAway",
         ]
         return {
             "interval": "1m",
@@ -132,16 +135,25 @@ def test_alerts_fire_and_are_silent(tmp_path):
             ],
         }
 
+    healthy = scenario("0x60", "8x60", "0x60", "0+6x60")
+
+    def away(failures: str, *counters: str) -> dict[str, str]:
+        return {f'picker_{name}_failures_total{{{labels},reason="broken"}}': failures for name in counters}
+
+    pickers = ("redis", "sharing", "sticky_redis")
     tests = [
-        test(scenario("0x60", "8x60", "0x60", "0+6x60")),
+        test(healthy),
+        # Redis was restarted, and some attempts to connect failed.
+        test(healthy | away("0x33 20x26", *pickers, "sidecar_redis")),
+        *(test(healthy | away("0+12x60", name), "PickerRedisAway") for name in pickers),
+        test(healthy | away("0+12x60", "sidecar_redis"), "PickerSidecarRedisAway"),
         test(
             scenario("0+60x60", "0x60", "0+1x60", "0+45x60"),
             *("PickerHasNoEndpoints", "PickerRefusesRequests", "PickerErrors", "PickerBusy"),
         ),
         test({}, "PickerMissing"),
         test(
-            scenario("0x60", "8x60", "0x60", "0+6x60")
-            | {'picker_build_info{namespace="inference",pod="b",instance="j",job="picker"}': "1x60"},
+            healthy | {'picker_build_info{namespace="inference",pod="b",instance="j",job="picker"}': "1x60"},
             "PickerReplicasApart",
         ),
     ]
@@ -168,7 +180,15 @@ def test_monitors_find_the_picker_and_the_engines():
     }
     engines = one(documents, "PodMonitor", "model-servers")["spec"]
     assert engines["selector"]["matchLabels"] == {"inference-serving": "true"}
-    assert [endpoint["portNumber"] for endpoint in engines["podMetricsEndpoints"]] == [8000]
+    assert [endpoint["portNumber"] for endpoint in engines["podMetricsEndpoints"]] == [8000, 9000]
+    ports = {
+        port["containerPort"]
+        for each in build("engines")
+        if each["kind"] == "Deployment"
+        for container in each["spec"]["template"]["spec"]["containers"]
+        for port in container.get("ports", ())
+    }
+    assert {8000, 9000} <= ports
 
 
 @pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
