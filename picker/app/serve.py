@@ -111,7 +111,6 @@ class Picker:
         self.ports: dict[str, int] = {}
         self._config = config
         self._file = ConfigFile(given.path, config, overrides=given.overrides) if given.path else None
-        self._health = HealthState()
         self._not_ready: str | None = _STARTING
         self._endpoint_file: EndpointFile | None = None
         self._kubernetes: KubernetesDiscovery | None = None
@@ -125,6 +124,7 @@ class Picker:
             sample_decisions=config.log.sample_decisions,
             later=partial(loop.call_later, _TELEMETRY_SECONDS),
         )
+        self._health = HealthState(self._hub.failed)
         scheduler, _ = build_scheduler(loaded.spec, None, self._metrics.evicted)
         self._director = Director(
             scheduler,

@@ -57,7 +57,7 @@ class SidecarPredictions:
         chain = await open_tokenizers(KvCacheArgs(tokenizers=(Way.ENGINE,)), lambda: engine, self._stack)
         chain.settings = ChainSettings(_DEADLINE, _DEADLINE, names=names)
         self._chain = chain
-        sweeping = asyncio.create_task(keep("prediction sweep", self._sweep))
+        sweeping = asyncio.create_task(keep("prediction_sweep", self._sweep))
         self._stack.callback(sweeping.cancel)
         return self
 

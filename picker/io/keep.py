@@ -29,7 +29,7 @@ async def keep(
 ) -> NoReturn:
     """Do something until cancelled, again after `pause` seconds should it ever fail or end.
 
-    `failed` is told of failures; without it they are logged, with the facts.
+    `failed` is told of failures, the facts in a note; without it they are logged.
     """
     while True:
         try:
@@ -38,6 +38,8 @@ async def keep(
             if failed is None:
                 log_failure(part, error, **facts)
             else:
+                if facts:
+                    error.add_note(", ".join(f"{name}: {fact}" for name, fact in facts.items()))
                 failed(part, error)
         await asyncio.sleep(pause)
 

@@ -35,8 +35,9 @@ async def test_failures_are_told_where_they_are_counted(background, until, logs)
     async def work() -> None:
         raise ValueError(str(len(told)))
 
-    background(keep("sweeping", work, pause=0.01, failed=lambda *failure: told.append(failure)))
+    background(keep("sweeping", work, pause=0.01, failed=lambda *failure: told.append(failure), slot=3))
     await until(lambda: len(told) == 2)
+    assert [error.__notes__ for _, error in told] == [["slot: 3"]] * 2
     assert [(part, str(error)) for part, error in told] == [("sweeping", "0"), ("sweeping", "1")]
     assert not logs.entries
 

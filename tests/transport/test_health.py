@@ -122,3 +122,18 @@ def test_subscribers_hear_of_changes_until_they_leave(state):
     state.set_ready(True)
     state.set_ready(False)
     assert heard == [True, "other", "other"]
+
+
+def test_one_who_cannot_be_told_keeps_it_from_no_other():
+    told, errors = [], []
+
+    def fail():
+        raise ValueError("gone")
+
+    state = HealthState(lambda where, error: errors.append((where, str(error))))
+    state.subscribe(fail)
+    state.subscribe(lambda: told.append(state.ready))
+    state.set_ready(True)
+    state.set_ready(False)
+    assert told == [True, False]
+    assert errors == [("health", "gone")] * 2

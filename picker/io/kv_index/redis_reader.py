@@ -11,7 +11,7 @@ import structlog
 
 from picker.core.block_index.index import TIER_WEIGHTS
 from picker.core.kv_index.owners import Candidate, OwnedPrefix, block_key, owned_prefix
-from picker.io.keep import keep
+from picker.io.keep import Failed, keep
 from picker.io.kv_index.redis_client import ClientSettings, Lookup, RedisClient
 from picker.io.kv_index.redis_connection import RedisConnection, RedisSettings, RedisUnavailableError
 from picker.io.kv_index.redis_stale import delete_stale_owners
@@ -45,12 +45,14 @@ class RedisReader:
         settings: ReaderSettings = ReaderSettings(),  # noqa: B008 (frozen)
         *,
         jitter: Callable[[], float] = random.random,
+        failed: Failed | None = None,
     ) -> None:
         self.outcomes: Counter[str] = Counter(dict.fromkeys(Lookup, 0))
         self.owners: Counter[str] = Counter()
         self.collected = 0
         self.client = RedisClient(redis, settings, without="requests are routed without it", jitter=jitter)
         self._redis = redis
+        self._failed = failed
         self._jitter = jitter
         self._settings = settings
 
@@ -65,7 +67,7 @@ class RedisReader:
 
     async def run(self) -> None:
         """Stay connected until cancelled."""
-        collecting = asyncio.create_task(keep("redis stale owners", self._collect))
+        collecting = asyncio.create_task(keep("redis_stale_owners", self._collect, failed=self._failed))
         try:
             await self.client.run()
         finally:

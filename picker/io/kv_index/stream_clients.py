@@ -16,7 +16,7 @@ import aiohttp
 import structlog
 
 from picker.core.kv_index.hash_index import HashIndex
-from picker.io.keep import keep
+from picker.io.keep import Failed, keep
 from picker.io.kv_events.source import KvEventHandler
 from picker.io.kv_index.stream_client import SLICE, ClientSettings, StartedAt, Stream
 
@@ -41,6 +41,7 @@ class StreamClients:
         clock: Callable[[], float] = time.time,
         started_at: StartedAt = lambda _: None,
         stale_after: float = 86_400.0,
+        failed: Failed | None = None,
     ) -> None:
         self.counts: Counter[str] = Counter()
         self.streams: dict[int, Stream] = {}
@@ -51,6 +52,7 @@ class StreamClients:
         self._clock = clock
         self._started_at = started_at
         self._stale_after = stale_after
+        self._failed = failed
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._wanted: dict[int, tuple[Any, str]] = {}
         self._changed = asyncio.Event()
@@ -77,7 +79,7 @@ class StreamClients:
         )
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector, auto_decompress=False) as session:
-            keeping = asyncio.create_task(keep("kv stream index", self._keep_index))
+            keeping = asyncio.create_task(keep("kv_stream_index", self._keep_index, failed=self._failed))
             running: dict[int, tuple[Any, str]] = {}
             try:
                 while True:
@@ -104,7 +106,7 @@ class StreamClients:
         engine = self._engine(slot) if self._engine else None
         stream = Stream(slot, address, self._settings, self._index, engine, self.counts, self._clock, self._started_at)
         self.streams[slot] = stream
-        run = keep("kv stream", partial(stream.run, session), address=address)
+        run = keep("kv_stream", partial(stream.run, session), failed=self._failed, address=address)
         self._tasks[slot] = asyncio.create_task(run, name=f"kv stream {address}")
 
     async def _keep_index(self) -> None:

@@ -13,7 +13,7 @@ from msgspec import Struct
 from picker.core.block_index.index import BlockIndex
 from picker.core.endpoints import Endpoint
 from picker.core.plugins.kvcache_args import KvCacheArgs
-from picker.io.keep import keep
+from picker.io.keep import Failed, keep
 from picker.io.kv_events.frames import endpoint_of_rank
 from picker.io.kv_events.share import LoopShare
 from picker.io.kv_events.sockets import Context, new_context
@@ -51,8 +51,16 @@ def event_source(endpoint: Endpoint, args: KvCacheArgs) -> KvEventSource:
 class DirectSources:
     """See `Sources`. Of endpoints with one publisher none is followed: it cannot be told whose events these are."""
 
-    def __init__(self, index: BlockIndex, args: KvCacheArgs, share: LoopShare, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        index: BlockIndex,
+        args: KvCacheArgs,
+        share: LoopShare,
+        clock: Callable[[], float],
+        failed: Failed | None = None,
+    ) -> None:
         self._index = index
+        self._failed = failed
         self._args = args
         self._engines: dict[int, _Engine] = {}
         self._past_events: Counter[str] = Counter()
@@ -104,7 +112,8 @@ class DirectSources:
             self._context = new_context()
         subscriber = KvEventSubscriber(source, feed, context=self._context, share=self._share)
         engine = _Engine(followed.generation, subscriber, feed)
-        engine.task = asyncio.create_task(keep("kv events", subscriber.run, endpoint=source.endpoint))
+        run = keep("kv_events", subscriber.run, failed=self._failed, endpoint=source.endpoint)
+        engine.task = asyncio.create_task(run)
         self._engines[slot] = engine
 
     def _end(self, slot: int) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from picker.core.endpoint_table import EndpointTable
 from picker.core.plugins.kvcache_args import KvCacheArgs
 from picker.core.plugins.kvcache_aware import KvCacheProducer
+from picker.io.keep import Failed
 from picker.io.kv_index.stream_client import ClientSettings
 from picker.io.kv_index.stream_clients import StreamClients
 from picker.io.kvcache.sources import EngineFeed, Followed, engine_start
@@ -37,10 +38,12 @@ class MemorySources:
         table: EndpointTable,
         clock: Callable[[], float],
         environment: Mapping[str, str] | None = None,
+        failed: Failed | None = None,
     ) -> None:
         environment = os.environ if environment is None else environment
         settings = ClientSettings(router_id(environment), token=environment.get("KV_EVENT_TOKEN", ""))
-        self.clients = StreamClients(settings, producer.hashes, self._feed, started_at=partial(engine_start, table))
+        started_at = partial(engine_start, table)
+        self.clients = StreamClients(settings, producer.hashes, self._feed, started_at=started_at, failed=failed)
         self.dropped: Counter[str] = Counter()
         self._producer = producer
         self._args = args

@@ -16,6 +16,7 @@ from picker.core.kv_index.owners import Candidate, OwnedPrefix
 from picker.core.plugins.kvcache_args import KvCacheArgs, RedisArgs
 from picker.core.plugins.kvcache_aware import KvCacheProducer
 from picker.core.tokens.prompt import TokenPrompt
+from picker.io.keep import Failed
 from picker.io.kv_index.redis_connection import RedisSettings
 from picker.io.kv_index.redis_reader import ReaderSettings, RedisReader
 from picker.io.kvcache.sources import Followed, engine_start
@@ -50,9 +51,10 @@ class RedisOwners:
         table: EndpointTable,
         clock: Callable[[], float],
         environment: Mapping[str, str] | None = None,
+        failed: Failed | None = None,
     ) -> None:
         settings = redis_settings(args.redis, os.environ if environment is None else environment)
-        self.reader = RedisReader(settings, ReaderSettings(budget=args.redis.budget_seconds))
+        self.reader = RedisReader(settings, ReaderSettings(budget=args.redis.budget_seconds), failed=failed)
         self.events: Counter[str] = Counter()
         self._producer = producer
         self._args = args

@@ -67,15 +67,16 @@ class KvCacheRuntime:
         if args.index_mode is IndexMode.DIRECT:
             from picker.io.kvcache.direct import DirectSources  # noqa: PLC0415
 
-            self.sources = DirectSources(producer.index, args, self._share, director.now)
+            self.sources = DirectSources(producer.index, args, self._share, director.now, failed)
         elif args.index_mode is IndexMode.MEMORY:
             from picker.io.kvcache.memory import MemorySources  # noqa: PLC0415
 
-            self.sources = MemorySources(producer, args, director.table, director.now)
+            self.sources = MemorySources(producer, args, director.table, director.now, failed=failed)
         else:
             from picker.io.kvcache.redis import RedisOwners  # noqa: PLC0415
 
-            self.sources = self.redis = RedisOwners(producer, args, director.table, director.now)
+            self.redis = RedisOwners(producer, args, director.table, director.now, failed=failed)
+            self.sources = self.redis
         self.args = args
         self._director = director
         self._failed = failed

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
+from picker.io.keep import Failed, log_failure
 from picker.io.rpc import Call, Handler, Services, Status
 
 LIVENESS = "liveness"
@@ -19,9 +20,13 @@ _SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
 class HealthState:
-    """Whether the picker is ready, and who wants to know when that changes."""
+    """Whether the picker is ready, and who wants to know when that changes.
 
-    def __init__(self) -> None:
+    `failed` is told of one who could not be told, as `health`.
+    """
+
+    def __init__(self, failed: Failed = log_failure) -> None:
+        self._failed = failed
         self._ready = False
         self._subscribers: dict[object, Callable[[], None]] = {}
 
@@ -40,7 +45,10 @@ class HealthState:
             return
         self._ready = ready
         for callback in list(self._subscribers.values()):
-            callback()
+            try:
+                callback()
+            except Exception as error:  # noqa: BLE001  the others want to know, too
+                self._failed("health", error)
 
     def is_serving(self, service: str) -> bool | None:
         """Return whether a service is serving; None if there is no such service."""

@@ -135,3 +135,20 @@ async def test_ownerships_that_nobody_keeps_true_are_deleted(redis_server, backg
     await until(lambda: reader.collected == 1)
     async with redis_server.client() as client:
         assert (await client.hgetall("matrix:kv:block:m@1")).keys() == {"a.ns"}
+
+
+async def test_deleting_them_goes_on_after_an_unexpected_error(redis_server, background, until):
+    await fill(redis_server, {1: {"gone.ns": "200"}})
+    errors = []
+
+    def jitter():
+        if not errors:
+            raise ValueError("no luck")
+        return 1.0
+
+    settings = ReaderSettings(collect_every=0.05)
+    failed = lambda where, error: errors.append((where, str(error)))  # noqa: E731
+    reader = RedisReader(redis_server.settings, settings, jitter=jitter, failed=failed)
+    background(reader.run())
+    await until(lambda: reader.collected == 1)
+    assert errors == [("redis_stale_owners", "no luck")]

@@ -347,7 +347,26 @@ async def test_an_error_of_ours_ends_a_stream_and_not_the_streaming(sidecar, bac
     await until(lambda: handler.batches >= 2)
     assert clients.streams[0].opened == 2
     (entry,) = [entry for entry in logs.entries if entry["log_level"] == "error"]
-    assert (entry["part"], entry["address"]) == ("kv stream", sidecar.address)
+    assert (entry["part"], entry["address"]) == ("kv_stream", sidecar.address)
+
+
+async def test_an_error_of_the_index_does_not_end_its_sweeping(background, until):
+    """A clock that fails once; what was stored a day ago is forgotten all the same."""
+    errors = []
+
+    def clock():
+        if not errors:
+            raise ZeroDivisionError
+        return 200_000.0
+
+    def failed(where, error):
+        errors.append((where, type(error)))
+
+    index = HashIndex()
+    index.store(0, "m", [1, 2], [1.0, 199_999.0])
+    background(StreamClients(ClientSettings("ns/router"), index, clock=clock, failed=failed).run())
+    await until(lambda: index.blocks_of(0) == 1)
+    assert errors == [("kv_stream_index", ZeroDivisionError)]
 
 
 async def test_what_is_from_before_the_engines_start_is_nobodys(background, until):
