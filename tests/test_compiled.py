@@ -42,3 +42,16 @@ def test_errors_of_different_types_have_names_of_their_own(path):
                 if isinstance(handler, ast.ExceptHandler) and handler.name is not None and handler.type is not None:
                     kind = ast.unparse(handler.type)
                     assert types.setdefault(handler.name, kind) == kind, f"{function.name}: {handler.name}"
+
+
+def test_no_other_class_derives_from_a_compiled_one():
+    compiled = {path[:-3].replace("/", ".") for path in COMPILED}
+    for path in (ROOT / "picker").rglob("*.py"):
+        if str(path.relative_to(ROOT)) in COMPILED:
+            continue
+        tree = list(ast.walk(ast.parse(path.read_text())))
+        imports = [node for node in tree if isinstance(node, ast.ImportFrom) and node.module in compiled]
+        names = {each.asname or each.name for node in imports for each in node.names}
+        for node in tree:
+            if isinstance(node, ast.ClassDef):
+                assert names.isdisjoint(map(ast.unparse, node.bases)), f"{path}: {node.name}"

@@ -8,6 +8,7 @@ import json
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
 
@@ -115,7 +116,11 @@ def _summary(plugin: Plugin) -> str:
     """The first line of the module that the plugin stands in, without its name."""
     part = plugin.filter or plugin.scorer
     module = inspect.getmodule(plugin.producer or part)
-    line = (inspect.getdoc(module) or "").partition("\n")[0]
+    assert module is not None  # noqa: S101
+    assert module.__file__ is not None  # noqa: S101
+    # A compiled module has no docstring; its source stands beside it.
+    source = Path(module.__file__).parent / (module.__name__.rpartition(".")[2] + ".py")
+    line = (ast.get_docstring(ast.parse(source.read_text())) or "").partition("\n")[0]
     return line.partition(": ")[2].replace("|", "\\|")
 
 

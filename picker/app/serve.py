@@ -33,6 +33,7 @@ from picker.core.endpoint_table import EndpointTable
 from picker.core.endpoints import Endpoint
 from picker.core.exchange.conformance import ConformanceExchange
 from picker.core.exchange.machine import Exchange
+from picker.core.exchange.settings import ExchangeSettings
 from picker.core.headers import CLIENT_FORBIDDEN
 from picker.core.models import Rewrites
 from picker.core.plugins.registry import build_scheduler
@@ -333,17 +334,18 @@ def _extproc_settings(config: Config) -> ExtProcSettings:
         assumed_request_body=exchange.assume_request_body.body_mode,
         mode_grace_seconds=exchange.mode_grace_seconds,
         retry_after_seconds=exchange.retry_after_seconds,
-        learn_usage=exchange.learn_usage is LearnUsage.FROM_BODY,
+        wants_response_body=exchange.learn_usage is LearnUsage.FROM_BODY,
         control_headers=CLIENT_FORBIDDEN | {config.scheduler.disaggregation.header},
         exchange=_state_machine(config),
     )
 
 
-def _state_machine(config: Config) -> Callable[..., Exchange]:
+def _state_machine(config: Config) -> Callable[[ExchangeSettings], Exchange]:
     if not config.exchange.conformance:
         return Exchange
     source = config.endpoints
-    return partial(ConformanceExchange, pool_name(source.kubernetes) if isinstance(source, KubernetesEndpoints) else "")
+    pool = pool_name(source.kubernetes) if isinstance(source, KubernetesEndpoints) else ""
+    return partial(ConformanceExchange, pool=pool)
 
 
 def _scrape_settings(loaded: Loaded) -> ScrapeSettings:

@@ -101,7 +101,7 @@ def plain(effect):
 
 @given(steps, st.sampled_from([Routed("a:1,b:2"), Refused(503)]), st.booleans())
 def test_everything_else_is_the_same(steps, outcome, at_once):
-    exchange, usual = ConformanceExchange("default/pool"), Exchange()
+    exchange, usual = ConformanceExchange(pool="default/pool"), Exchange()
     pending = False
     for step in steps:
         effects, expected = exchange.receive(step), usual.receive(step)

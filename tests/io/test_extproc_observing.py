@@ -44,7 +44,7 @@ class Learnt(Rig):
     """A service that reads usage, and what each finished request was taught."""
 
     def __init__(self) -> None:
-        super().__init__(learn_usage=True)
+        super().__init__(wants_response_body=True)
         self.service.observations.seen = True
         self.usages = []
         plain = self.director.scheduler
@@ -185,7 +185,7 @@ def test_without_a_reader_observers_are_only_counted():
 
 
 def test_reading_that_fails_costs_the_usage_and_nothing_else(monkeypatch):
-    rig = Rig(learn_usage=True)
+    rig = Rig(wants_response_body=True)
 
     def broken(*_):
         raise RuntimeError("boom")

@@ -130,9 +130,9 @@ def test_the_entry_point_is_the_picker_of_the_image(image):
 def test_the_request_path_of_the_image_is_compiled(image):
     (scheduler,) = image.glob("opt/picker/lib/python3*/site-packages/picker/core/scheduling/scheduler.*.so")
     assert (scheduler.parent / "scheduler.py").is_file(), "tracebacks show its lines"
-    python = str(image / "opt/picker/bin/python")
     program = "from picker.core.scheduling import scheduler; print(scheduler.__file__)"
-    done = subprocess.run([python, "-c", program], cwd=image, capture_output=True, text=True, check=True, timeout=60)
+    command = [str(image / "opt/picker/bin/python"), "-I", "-c", program]
+    done = subprocess.run(command, cwd=image, capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == str(scheduler)
 
 

@@ -7,7 +7,7 @@ the headers of the suite of the Gateway API Inference Extension, and what its ow
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, Final
+from typing import Final
 
 from msgspec.structs import replace
 
@@ -16,6 +16,7 @@ from picker.core.exchange.events import Event, ResponseHeaders
 from picker.core.exchange.machine import Exchange
 from picker.core.exchange.outcomes import Refused, Routed
 from picker.core.exchange.response import Effects
+from picker.core.exchange.settings import DEFAULTS, ExchangeSettings
 
 SELECTION: Final = "test-epp-endpoint-selection"
 """Request header: the endpoints to choose from, as "ip" or "ip:port", separated by commas."""
@@ -30,7 +31,7 @@ NOT_SERVED: Final = b"fail: missing destination endpoint served metadata"
 
 
 class ConformanceExchange(Exchange):
-    """An exchange that chooses from what the client names, and reports to the client. `settings` as of `Exchange`.
+    """An exchange that chooses from what the client names, and reports to the client.
 
     `pool` is the "namespace/name" to report. What the client names never widens a subset hint: where both are there,
     only what is in both is chosen from.
@@ -38,8 +39,8 @@ class ConformanceExchange(Exchange):
 
     __slots__ = ("_pool", "_selected")
 
-    def __init__(self, pool: str = "", **settings: Any) -> None:
-        super().__init__(**settings)
+    def __init__(self, settings: ExchangeSettings = DEFAULTS, pool: str = "") -> None:
+        super().__init__(settings)
         self._pool = pool
         self._selected = ""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from collections.abc import Set as AbstractSet
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -36,8 +35,9 @@ from picker.core.exchange.events import (
 )
 from picker.core.exchange.outcomes import Refused, Routed
 from picker.core.exchange.response import Effects, ResponseHalf, informational, pieces
+from picker.core.exchange.settings import DEFAULTS, ExchangeSettings
 from picker.core.exchange.states import DECIDED, TRANSITIONS, State
-from picker.core.headers import CLIENT_FORBIDDEN, DESTINATION
+from picker.core.headers import DESTINATION
 
 _NOTHING: Final[Effects] = ()
 _HEADERS: Final = HeadersReply(Side.REQUEST)
@@ -79,52 +79,34 @@ class Exchange:
     """One ext_proc stream: `receive` takes what happened, `decided` the outcome of a `Decide`; both return effects.
 
     Effects are to be carried out in order; `Decide` is always the last. Neither method raises on any order of events.
-    `max_body_bytes` bounds what full duplex keeps of a request body before the decision is made without the rest (until
-    it is made, more may come: the caller's deadline for decisions bounds that). `assumed_request_body` is the mode where
-    Envoy does not say it; None tells it by evidence within `mode_grace_seconds`. `wants_response_body` asks an Envoy that
-    would send no response body to send it in pieces. `control_headers` are those that are taken from clients.
     """
 
     __slots__ = (
-        "_assumed_request_body",
         "_body_over",
         "_chunks",
         "_control",
-        "_control_names",
         "_destination_sent",
         "_headers",
         "_max_body_bytes",
         "_mode",
-        "_mode_grace_seconds",
         "_mode_guessed",
         "_modes_wanted",
         "_owed",
         "_pending",
         "_response",
+        "_settings",
         "_size",
         "_subset",
         "_trailers_seen",
-        "_wants_response_body",
         "state",
     )
 
-    def __init__(
-        self,
-        *,
-        max_body_bytes: int = 16 * 1024 * 1024,
-        assumed_request_body: BodyMode | None = None,
-        mode_grace_seconds: float = 0.02,
-        wants_response_body: bool = False,
-        control_headers: AbstractSet[str] = CLIENT_FORBIDDEN,
-    ) -> None:
-        self._max_body_bytes = max_body_bytes
-        self._assumed_request_body = assumed_request_body
-        self._mode_grace_seconds = mode_grace_seconds
-        self._wants_response_body = wants_response_body
+    def __init__(self, settings: ExchangeSettings = DEFAULTS) -> None:
+        self._settings = settings
+        self._max_body_bytes = settings.max_body_bytes
         self.state = _START
         self._headers = _NO_HEADERS
         self._control: tuple[str, ...] = ()
-        self._control_names = control_headers
         self._subset: tuple[str, ...] | None = None
         self._mode: BodyMode | None = None
         self._mode_guessed = False
@@ -178,7 +160,7 @@ class Exchange:
     # Request headers
 
     def _control_in(self, headers: Mapping[str, bytes]) -> tuple[str, ...]:
-        names = self._control_names
+        names = self._settings.control_headers
         return () if headers.keys().isdisjoint(names) else tuple(name for name in headers if name in names)
 
     def _open(self, event: RequestHeaders) -> Effects:
@@ -186,7 +168,7 @@ class Exchange:
         self._control = self._control_in(event.headers)
         self._subset = event.subset
         mode = self._agree(event.protocol)
-        if self._wants_response_body and not event.end_of_stream:
+        if self._settings.wants_response_body and not event.end_of_stream:
             self._want_response_body()
         reports = _CONTROL_HEADER if self._control else _NOTHING
         if event.headers.get(":method") == b"CONNECT":
@@ -203,7 +185,7 @@ class Exchange:
         if mode is None:
             self._owed = list(self._headers_answer())
             self.state = _PROBING
-            return (*reports, _MODE_UNKNOWN, Arm(self._mode_grace_seconds))
+            return (*reports, _MODE_UNKNOWN, Arm(self._settings.mode_grace_seconds))
         self.state = _BUFFERING
         return reports + self._headers_answer()
 
@@ -212,7 +194,7 @@ class Exchange:
             self._mode = protocol.request_body
             self._response.mode = protocol.response_body
         else:
-            self._mode = self._assumed_request_body
+            self._mode = self._settings.assumed_request_body
             self._response.mode = _DUPLEX if self._mode is _DUPLEX else None
         return self._mode
 
@@ -276,7 +258,7 @@ class Exchange:
         self._pending = True
         headers, self._headers = self._headers, _NO_HEADERS
         if self._control:
-            headers = {name: value for name, value in headers.items() if name not in self._control_names}
+            headers = {name: value for name, value in headers.items() if name not in self._settings.control_headers}
         return (Decide(headers, body, body_state, self._mode, self._subset),)
 
     def _answer_owed(self, routed: Routed) -> Effects:

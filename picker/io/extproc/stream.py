@@ -76,13 +76,7 @@ class ExtProcStream:
         settings = service.settings
         self._service = service
         self._call = call
-        self._exchange = settings.exchange(
-            max_body_bytes=settings.max_body_bytes,
-            assumed_request_body=settings.assumed_request_body,
-            mode_grace_seconds=settings.mode_grace_seconds,
-            wants_response_body=settings.learn_usage,
-            control_headers=settings.control_headers,
-        )
+        self._exchange = settings.exchange(settings)
         self._fallbacks = _fallbacks(call.metadata.get(FALLBACKS_WANTED))
         self._ticket: Ticket | None = None
         self._sent: Sent | None = None
@@ -249,7 +243,7 @@ class ExtProcStream:
             sent = self._sent = decision.sent
             self._decided_at = service.director.now()
             self._ticket = service.route(decision)
-            if service.observations.seen and service.settings.learn_usage:
+            if service.observations.seen and service.settings.wants_response_body:
                 self._expected = service.observations.expect(
                     sent.request_id, sent.path, self._prefilled, keep_reply=service.director.wants_replies
                 )
@@ -263,7 +257,7 @@ class ExtProcStream:
 
     def _answered(self, answered: Answered) -> None:
         service = self._service
-        if service.settings.learn_usage:
+        if service.settings.wants_response_body:
             self._answer = answered
         service.afterwards.add(self._tell_answered, answered)
 

@@ -16,6 +16,7 @@ from picker.core.exchange import effects, events
 from picker.core.exchange.events import BodyMode, ProtocolConfig
 from picker.core.exchange.machine import Exchange
 from picker.core.exchange.outcomes import Refused, Routed
+from picker.core.exchange.settings import ExchangeSettings
 from picker.core.headers import CLIENT_FORBIDDEN, DESTINATION
 
 DUPLEX = BodyMode.FULL_DUPLEX_STREAMED
@@ -257,9 +258,11 @@ class EnvoyAndExchange(RuleBasedStateMachine):
             response_mode = BodyMode.NONE  # nothing could tell the exchange otherwise
         protocol = ProtocolConfig(request_mode, response_mode) if knowledge == "announced" else None
         self.exchange = Exchange(
-            max_body_bytes=max_body,
-            assumed_request_body=request_mode if knowledge == "assumed" else None,
-            wants_response_body=wants_response_body,
+            ExchangeSettings(
+                max_body_bytes=max_body,
+                assumed_request_body=request_mode if knowledge == "assumed" else None,
+                wants_response_body=wants_response_body,
+            )
         )
         self.grants_modes = grants_modes
         self.body_must_be_wanted = (

@@ -18,6 +18,7 @@ from picker.core.exchange.events import (
 )
 from picker.core.exchange.machine import Exchange
 from picker.core.exchange.outcomes import Refused, Routed
+from picker.core.exchange.settings import ExchangeSettings
 from picker.core.exchange.states import DECIDED, TRANSITIONS, State
 from picker.core.headers import CLIENT_FORBIDDEN
 
@@ -49,7 +50,7 @@ steps = st.lists(messages | st.just("decide") | messages | st.just(StreamEnded()
     outcome=st.sampled_from([Routed("a:1"), Refused(503)]),
 )
 def test_any_order_of_events_is_survived(steps, start, assumed, cap, outcome):
-    exchange = Exchange(max_body_bytes=cap, assumed_request_body=assumed)
+    exchange = Exchange(ExchangeSettings(max_body_bytes=cap, assumed_request_body=assumed))
     everything: list[Effect] = []
     pending = False
     for step in [*([start] if start is not None else []), *steps]:

@@ -33,6 +33,7 @@ from picker.core.exchange.events import (
 )
 from picker.core.exchange.machine import Exchange
 from picker.core.exchange.outcomes import Refused, Routed
+from picker.core.exchange.settings import ExchangeSettings
 
 NONE, STREAMED, BUFFERED, PARTIAL, DUPLEX = BodyMode
 POD = "10.0.0.1:8000"
@@ -40,7 +41,7 @@ HEADERS = {":method": b"POST", ":path": b"/v1/completions"}
 
 
 def opened(mode, response=BodyMode.NONE, *, headers=HEADERS, end=False, subset=None, **options):
-    exchange = Exchange(**options)
+    exchange = Exchange(ExchangeSettings(**options))
     return exchange, exchange.receive(RequestHeaders(headers, end, subset, ProtocolConfig(mode, response)))
 
 
@@ -506,7 +507,7 @@ def test_the_first_final_status_counts():
 
 
 def test_a_body_before_the_headers_answer_proves_full_duplex():
-    exchange = Exchange(mode_grace_seconds=0.5)
+    exchange = Exchange(ExchangeSettings(mode_grace_seconds=0.5))
     assert exchange.receive(RequestHeaders(HEADERS)) == (Report(Anomaly.MODE_UNKNOWN), Arm(0.5))
     assert exchange.receive(RequestBody(b"ab")) == ()
     (decide,) = exchange.receive(RequestBody(b"", end_of_stream=True))
@@ -530,9 +531,9 @@ def test_silence_means_that_envoy_waits_for_the_headers_answer(end, state):
 
 
 def test_the_configured_mode_needs_no_evidence():
-    exchange = Exchange(assumed_request_body=DUPLEX)
+    exchange = Exchange(ExchangeSettings(assumed_request_body=DUPLEX))
     assert exchange.receive(RequestHeaders(HEADERS)) == ()
-    exchange = Exchange(assumed_request_body=BUFFERED)
+    exchange = Exchange(ExchangeSettings(assumed_request_body=BUFFERED))
     assert exchange.receive(RequestHeaders(HEADERS)) == (request_headers_reply(),)
 
 
