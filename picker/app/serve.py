@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import os
 import random
 import signal
@@ -96,8 +97,19 @@ async def _serve(loaded: Loaded, given: flags.Flags) -> None:
         loop.add_signal_handler(number, stop.set)
     picker = Picker(loaded, given)
     await picker.start()
+    _look_for_garbage_less()
     await stop.wait()
     await picker.stop()
+
+
+def _look_for_garbage_less() -> None:
+    """Look for cycles among new objects every 10,000 of them, and never among what the start has made.
+
+    A request makes no cycles, so that nearly all looks are in vain: of the CPU of requests they took 3 %.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
 
 
 class PortError(Exception):

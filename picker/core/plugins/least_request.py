@@ -43,13 +43,12 @@ class LeastRequestScorer:
     def score(self, request: Request, candidates: Candidates, match: MatchInfo | None, rng: Rng) -> Floats:  # noqa: ARG002
         table, slots = candidates.table, candidates.slots
         in_flight = table.in_flight.take(slots).astype(np.float64)  # sums of one type take half the time
-        base = in_flight - table.running.take(slots)
-        np.maximum(base, 0.0, out=base)
-        if isnan(base.item(base.argmax())):
-            base = unknown_as_average(base, 0.0)
-        base *= 100.0
-        base += in_flight
+        base = _load(in_flight - table.running.take(slots), in_flight)
         most = base.item(base.argmax())
+        if isnan(most):
+            queued = unknown_as_average(np.maximum(in_flight - table.running.take(slots), 0.0), 0.0)
+            base = _load(queued, in_flight)
+            most = base.item(base.argmax())
         if most == 0:
             base.fill(100.0)
             return base
@@ -57,3 +56,10 @@ class LeastRequestScorer:
         rated /= most
         rated *= 100.0
         return np.trunc(rated, out=rated)
+
+
+def _load(queued: Floats, in_flight: Floats) -> Floats:
+    np.maximum(queued, 0.0, out=queued)
+    queued *= 100.0
+    queued += in_flight
+    return queued

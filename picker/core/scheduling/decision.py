@@ -115,7 +115,8 @@ class Decision(Struct, frozen=True):
     @property
     def destinations(self) -> tuple[str, ...]:
         """Addresses, the destination first, then the fallbacks."""
-        return tuple(self.endpoints[position].address for position in self.order)
+        endpoints = self.endpoints
+        return tuple([endpoints[position].address for position in self.order])
 
     @property
     def sent(self) -> Sent:
