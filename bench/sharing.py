@@ -56,7 +56,7 @@ def _cost_rows(what: str, rounds: list[Told]) -> list[Row]:
     percentiles = [quantiles(one.lags, n=100) for one in rounds]
     p50, p99 = median(one[49] for one in percentiles), median(one[98] for one in percentiles)
     told, heard = median(one.told for one in rounds), median(one.heard for one in rounds)
-    measured = f"{_RATE} requests/s, batches of 10 ms"
+    measured = f"{_RATE} requests/s, batches of 20 ms"
     return [
         Row(f"sharing, {what}: from pick to known, p50", measured, p50, "ms", 30.0),
         Row(f"sharing, {what}: from pick to known, p99", measured, p99, "ms", 50.0),

@@ -14,6 +14,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 import uvloop
@@ -41,8 +42,26 @@ _REQUEST_SECONDS = 0.2
 _SETTLE_SECONDS = 1.0
 
 
+class Pick:
+    """A match that tells when it was picked. Learns nothing."""
+
+    def __init__(self, info: MatchInfo) -> None:
+        self.info = info
+        self.at = 0.0
+
+    def shared(self, slot: int) -> bytes:  # noqa: ARG002
+        return struct.pack("d", self.at)
+
+    def picked(self, slot: int) -> Pick:  # noqa: ARG002
+        return self
+
+    def confirm(self, slot: int | None, usage: Usage | None = None) -> None: ...
+
+    def undo(self) -> None: ...
+
+
 class Stopwatch:
-    """A producer of pick times: another picker's becomes known when it is adopted. Learns nothing."""
+    """A producer of pick times: another picker's becomes known when it is adopted."""
 
     name = "stopwatch"
 
@@ -50,22 +69,12 @@ class Stopwatch:
         self.lags: list[float] = []
         self.info = MatchInfo(np.zeros(_ENDPOINTS, np.int64), 0, "picks")
 
-    def match(self, request: Request, candidates: Candidates, rng: Rng) -> Stopwatch:  # noqa: ARG002
-        return self
-
-    def shared(self, slot: int) -> bytes:  # noqa: ARG002
-        return struct.pack("d", time.monotonic())
+    def match(self, request: Request, candidates: Candidates, rng: Rng) -> Pick:  # noqa: ARG002
+        return Pick(self.info)
 
     def adopt(self, slot: int, shared: bytes, now: float) -> None:  # noqa: ARG002
         (picked,) = struct.unpack("d", shared)
         self.lags.append((time.monotonic() - picked) * 1e3)
-
-    def picked(self, slot: int) -> Stopwatch:  # noqa: ARG002
-        return self
-
-    def confirm(self, slot: int | None, usage: Usage | None = None) -> None: ...
-
-    def undo(self) -> None: ...
 
     def reconfigure(self, args: object) -> bool:  # noqa: ARG002
         return True
@@ -102,6 +111,7 @@ async def _requests(decisions: Sequence[Decision], sharing: Sharing | None, rate
         await asyncio.sleep(max(due - time.monotonic(), 0))
         now = time.monotonic()
         decision = decisions[sent % len(decisions)]
+        cast("Pick", decision.matches[Stopwatch.name]).at = now
         number = 0 if sharing is None else sharing.picked(decision)
         sent += 1
         computing.append((now + _PREFILL_SECONDS, number))
@@ -124,7 +134,7 @@ async def _run(port: int, rate: float, seconds: float, size: int, producer: str)
     task = None
     if port:
         name = f"bench-{rate}"
-        picks = SharedPicks(director, RedisSettings("127.0.0.1", port), "bench", name=name, batch_seconds=0.01)
+        picks = SharedPicks(director, RedisSettings("127.0.0.1", port), "bench", name=name, batch_seconds=0.02)
         task = asyncio.create_task(picks.run())
         while not picks.replicas.peers:  # noqa: ASYNC110
             await asyncio.sleep(0.01)

@@ -18,5 +18,5 @@ class SharingSettings(Struct, frozen=True, rename="camel"):
     """How Redis is reached; `budgetSeconds` has no meaning here. While it is away, each picker goes on alone."""
     channel: Annotated[str, Meta(min_length=1, max_length=256)] = "picker:picks"
     """The channel of the pickers of one pool. Pools that share a Redis need channels of their own."""
-    batch_seconds: Annotated[float, Meta(ge=0.001, le=1)] = 0.01
+    batch_seconds: Annotated[float, Meta(ge=0.001, le=1)] = 0.02
     """How long a pick may wait to be told with others; others know of it this much later."""

@@ -37,6 +37,7 @@ _UNKNOWN_RATE = 2_000.0
 """Tokens per second of an engine that was never timed."""
 
 _LOOK_EVERY_SECONDS = 0.02
+_NEVER = float("inf")
 
 
 class Suspicion(StrEnum):
@@ -100,7 +101,7 @@ class EndpointHealth:
 
     def sent(self, slot: int, now: float) -> None:
         """A request goes there. To a suspect whose turn it is, it is a probe, and the next one waits."""
-        if self._silent_since[slot] == np.inf:
+        if self._silent_since.item(slot) == _NEVER:
             self._silent_since[slot] = now
         if self._any and self._suspects[slot]:
             if self._probe_at[slot] > now:
@@ -112,8 +113,8 @@ class EndpointHealth:
 
     def alive(self, slot: int, now: float, owing: int) -> None:
         """It answered something, or worked on it; it still owes answers to `owing` requests."""
-        self._silent_since[slot] = now if owing else np.inf
-        if self._silent[slot]:
+        self._silent_since[slot] = now if owing else _NEVER
+        if self._silent.item(slot):
             self._probe_gap[slot] = _FIRST_PROBE_SECONDS
 
     def answered(self, slot: int, seconds: float) -> None:
@@ -122,7 +123,7 @@ class EndpointHealth:
         self._answered += 1
         if seconds > self._slowest or not self._answered % 32:
             self._slowest = float(self._answers.max())
-        share = self._failures[slot]
+        share = self._failures.item(slot)
         if share:
             self._failures[slot] = share = share * (1 - _WEIGHT)
             if self._failing[slot]:

@@ -116,13 +116,22 @@ async def test_who_is_silent_is_forgotten_though_that_failed_before(background, 
 async def test_a_message_that_cannot_be_dealt_with_ends_no_connection(redis_server, background, until):
     errors = []
 
-    def hear(data, now):
-        if b"other" in data and not errors:
-            raise ValueError("cannot be")
-        return heard(data, now)
+    class Broken:
+        """Fails to hear one message."""
+
+        def __init__(self, replicas) -> None:
+            self._replicas = replicas
+
+        def __getattr__(self, name):
+            return getattr(self._replicas, name)
+
+        def receive(self, data, now):
+            if b"other" in data and not errors:
+                raise ValueError("cannot be")
+            return self._replicas.receive(data, now)
 
     one = shared(redis_server.settings, "one", failed=lambda *error: errors.append(error))
-    heard, one.replicas.receive = one.replicas.receive, hear
+    one.replicas = Broken(one.replicas)
     other = shared(redis_server.settings, "other")
     background(one.run())
     background(other.run())

@@ -93,15 +93,17 @@ class PrefixCacheProducer:
         """Hold the blocks of another picker's pick; None for blocks of another size, and for what is not blocks."""
         try:
             model, size, packed = _shared.decode(shared)
-            chains = [array("Q", chain) for chain in packed]
+            chains = [array("Q", chain).tolist() for chain in packed]
         except (msgspec.DecodeError, ValueError):
             return None
-        if size != self._args.blockSizeToHash or sum(map(len, chains)) > _MOST_SHARED:
+        blocks = 0
+        for chain in chains:
+            blocks += len(chain)
+            if len(set(chain)) < len(chain):
+                return None
+        if size != self._args.blockSizeToHash or blocks > _MOST_SHARED:
             return None
-        if any(len(set(chain)) < len(chain) for chain in chains):
-            return None
-        lists = [chain.tolist() for chain in chains]
-        return PrefixMatch(self.index, model, size, lists, _NO_INFO, self._args.recordAtPick).picked(slot)
+        return PrefixMatch(self.index, model, size, chains, _NO_INFO, self._args.recordAtPick).picked(slot)
 
     def export(self, slot: int) -> Iterator[bytes]:
         """What is recorded for a slot, in pieces for `adopt`, the least recent first."""
