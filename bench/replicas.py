@@ -24,7 +24,7 @@ from picker.sim.engine import Request
 from picker.simulate.fleet import LIMITS, SimulatedEngine
 from picker.simulate.workload import TOKEN_BYTES, Session, Workload, packed, token_array
 
-BATCH_SECONDS = 0.01
+BATCH_SECONDS = 0.02
 CHANNEL_SECONDS = 0.002
 """From one picker's batch to another's knowing of it."""
 _SCRAPE_SECONDS = 0.2
