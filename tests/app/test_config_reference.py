@@ -8,9 +8,12 @@ from picker.app.config import effective, load
 from picker.app.config_reference import reference_markdown
 from picker.core.plugins.registry import PLUGINS
 
+# Before any test has run: Python 3.11 can fail to parse itself once in a process in which something was too deep.
+REFERENCE = reference_markdown()
+
 
 def rows() -> dict[str, list[str]]:
-    lines = [line for line in reference_markdown().splitlines() if line.startswith("| `")]
+    lines = [line for line in REFERENCE.splitlines() if line.startswith("| `")]
     cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
     return {first.strip("`"): rest for first, *rest in cells}
 

@@ -8,17 +8,15 @@ requests with it. Time is a parameter; messages go out through `flush`.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
 
 from picker.core.director import Director
 from picker.core.scheduling.api import Producer
-from picker.core.scheduling.decision import Decision
 from picker.core.sharing.messages import (
     Ask,
     Batch,
     Ended,
-    Event,
     Known,
     Leaving,
     Message,
@@ -30,25 +28,16 @@ from picker.core.sharing.messages import (
     sent_by,
 )
 from picker.core.sharing.peers import Peer, RemotePick
+from picker.core.sharing.telling import ALIVE_SECONDS, Telling
 
-ALIVE_SECONDS = 0.25
-"""A picker with nothing to tell says so this often."""
 GONE_SECONDS = 0.9
 """A picker that is silent for so long is gone: within a second, since `expire` is not called all the time."""
 ASK_AGAIN_SECONDS = 1.0
-MOST_EVENTS = 50_000
-"""Events that wait to be told; more are dropped, and others notice the gap."""
-MOST_NEWS = 64
-MOST_NEWS_BYTES = 4 * 1024 * 1024
-"""Of bodies, which picks hold until events are made of them."""
 MOST_HELD = 1_000
 """Batches of another picker that wait for its answer."""
 MOST_PICKERS = 64
 MOST_PICKS = 200_000
 """Requests of one other picker."""
-EVENTS_PER_BATCH = 2_000
-MOST_TOLD = 4 * 1024 * 1024
-"""Bytes in one message of what producers say of picks, so that it stays within what is read."""
 
 
 class Heard(StrEnum):
@@ -63,28 +52,16 @@ class Heard(StrEnum):
     TOO_MANY = "too_many"
 
 
-class Replicas:
-    """What is told to others by the director, and what is heard from them."""
+class Replicas(Telling):
+    """What is told to others, and what is heard from them."""
 
     def __init__(self, director: Director, name: str) -> None:
-        self.name = name
+        super().__init__(name)
         self._encoded_name = encode(name)
         self.heard: Counter[Heard] = Counter()
         self.gaps = 0
-        self.dropped = 0
-        self.wake: Callable[[], None] = lambda: None
-        """Called when there is something to tell, so that `flush` need not be called all the time."""
         self._director = director
         self._peers: dict[str, Peer] = {}
-        self._news: list[tuple[int, Decision] | Prefilled | Ended] = []
-        """What the director told, picks with their numbers, before events are made of it."""
-        self._news_bytes = 0
-        self._events: list[Event] = []
-        self._open: dict[int, Picked] = {}
-        """Our own requests on their way."""
-        self._number = 0
-        self._sequence = 0
-        self._told_at = -ALIVE_SECONDS
         self._asks: deque[Ask] = deque()
         self._asked = False
         """Whether somebody waits for what we have on its way."""
@@ -106,49 +83,6 @@ class Replicas:
         """Requests of others that count here."""
         return sum(map(len, (peer.picks for peer in self._peers.values())))
 
-    # Told by the director
-
-    def picked(self, decision: Decision) -> int:
-        """Tell of a pick; returns its number."""
-        self._number += 1
-        self._news_bytes += decision.request.body_bytes
-        self._note((self._number, decision))
-        return self._number
-
-    def prefilled(self, number: int) -> None:
-        """Tell that a prompt is computed."""
-        self._note(Prefilled(number))
-
-    def ended(self, number: int, served: str | None, told: Sequence[tuple[str, bytes]] = ()) -> None:
-        """Tell that a request is over, and what producers learnt at its end."""
-        self._note(Ended(number, served or "", tuple(told)))
-
-    def _note(self, news: tuple[int, Decision] | Prefilled | Ended) -> None:
-        if not (self._news or self._events):
-            self.wake()
-        self._news.append(news)
-        if len(self._news) >= MOST_NEWS or self._news_bytes > MOST_NEWS_BYTES:
-            self._take_news()
-
-    def _take_news(self) -> None:
-        """Make events of what was told: many at a time, which takes half as long as one by one between other work."""
-        told, self._news, self._news_bytes = self._news, [], 0
-        if len(self._events) + len(told) > MOST_EVENTS:
-            # A number is left out, so that the others notice.
-            self.dropped += len(self._events)
-            self._events.clear()
-            self._sequence += 1
-        for news in told:
-            if isinstance(news, tuple):
-                pick = self._open[news[0]] = _pick(*news)
-                self._events.append(pick)
-                continue
-            self._events.append(news)
-            if isinstance(news, Ended):
-                self._open.pop(news.number, None)
-            elif (known := self._open.get(news.number)) is not None and known.tokens:
-                self._open[news.number] = Picked(known.number, known.address, 0.0, known.shared)
-
     # What goes out
 
     @property
@@ -158,14 +92,11 @@ class Replicas:
 
     def flush(self, now: float) -> list[bytes]:
         """The messages that are due."""
-        self._take_news()
-        out: list[bytes] = []
-        while self._events:
-            out.append(self._batch(self._next_events(), now))
+        out = self._batches(now)
         if self._asked:
             # Right after the batch that it is as of: the next one has to come later, or everybody sees a gap.
             self._asked = False
-            out.append(encode(OnItsWay(self.name, self._sequence, self._on_its_way())))
+            out.append(self._on_its_way())
         while self._asks:
             out.append(encode(self._asks.popleft()))
         if self._known:
@@ -184,31 +115,6 @@ class Replicas:
     def leave(self) -> bytes:
         """The last message."""
         return encode(Leaving(self.name))
-
-    def _next_events(self) -> tuple[Event, ...]:
-        """Take as many of the events that wait as one batch may have."""
-        room, count = MOST_TOLD, 0
-        for event in self._events[:EVENTS_PER_BATCH]:
-            room -= _told(event)
-            if room < 0 and count:
-                break
-            count += 1
-        events, self._events = self._events[:count], self._events[count:]
-        return tuple(events)
-
-    def _on_its_way(self) -> tuple[Picked, ...]:
-        """Our requests on their way. Prompts of the last ones only, where those of all are too long for one message."""
-        room = MOST_TOLD
-        picks = []
-        for pick in reversed(self._open.values()):
-            room -= _told(pick)
-            picks.append(pick if room >= 0 else Picked(pick.number, pick.address, pick.tokens))
-        return tuple(reversed(picks))
-
-    def _batch(self, events: tuple[Event, ...], now: float) -> bytes:
-        self._sequence += 1
-        self._told_at = now
-        return encode(Batch(self.name, self._sequence, events))
 
     def expire(self, now: float) -> None:
         """Drop pickers that fell silent, and ask again those that owe an answer. To be called often."""
@@ -404,18 +310,3 @@ class Replicas:
 
     def _producers(self) -> dict[str, Producer]:
         return {producer.name: producer for producer in self._director.scheduler.producers}
-
-
-def _pick(number: int, decision: Decision) -> Picked:
-    slot = decision.slot
-    shared = tuple((name, told) for name, match in decision.matches.items() if (told := match.shared(slot)))
-    return Picked(number, decision.endpoints[decision.order[0]].address, decision.tokens, shared)
-
-
-def _told(event: Event) -> int:
-    """Bytes of what producers say of it."""
-    if type(event) is Picked:
-        return sum(len(told) for _, told in event.shared)
-    if type(event) is Ended and event.told:
-        return sum(len(told) for _, told in event.told)
-    return 0

@@ -15,7 +15,8 @@ from typing import NoReturn
 import hiredis
 
 from picker.core.director import Director
-from picker.core.sharing.replicas import ALIVE_SECONDS, Heard, Replicas
+from picker.core.sharing.replicas import Heard, Replicas
+from picker.core.sharing.telling import ALIVE_SECONDS
 from picker.io.keep import Failed, keep, log_failure
 from picker.io.kv_index.reconnecting import Reconnecting
 from picker.io.kv_index.redis_connection import Away, RedisConnection, RedisSettings, RedisUnavailableError

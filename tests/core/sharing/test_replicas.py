@@ -257,7 +257,7 @@ def test_one_lost_message_under_load_costs_one_question():
 
 
 def test_prompts_too_long_for_one_message_are_told_in_several_and_answers_leave_out_the_oldest(monkeypatch):
-    monkeypatch.setattr("picker.core.sharing.replicas.MOST_TOLD", 5_000)
+    monkeypatch.setattr("picker.core.sharing.telling.MOST_TOLD", 5_000)
     monkeypatch.setattr("picker.core.sharing.messages.MOST_BYTES", 10_000)
     fleet = Fleet(2)
     fleet.tick()
