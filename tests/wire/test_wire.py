@@ -89,6 +89,7 @@ def damaged(draw):
 @example(b"\x22\x80\x00")
 @example(b"\x22\x80\x80\x80\x80\x80\x80\x80\x80\x80\x01")
 @example(b"\x22\x05\x0a\x7f\x41\x41\x41")
+@example(b"\x22\x02\x0a\x02\x50\x01")  # content that goes on after the end of its message
 @example(b"\x12\x06\x0a\x04\x0a\x02\x0a\x05")
 def test_damaged_bytes_mean_what_protobuf_says_or_no_headers(data):
     event = read(data)

@@ -70,7 +70,9 @@ def declared(prompt: Prompt, headers: Iterable[str] = SESSION_HEADERS) -> Declar
 def goes_on_from_memory(prompt: Prompt) -> bool:
     """Whether the engine puts turns before it that its text does not have."""
     fields = prompt.fields
-    return fields is not None and not (fields.conversation in _NONE and fields.previous_response_id in _NONE)
+    if fields is None or (fields.conversation is ABSENT and fields.previous_response_id is ABSENT):
+        return False
+    return fields.conversation not in _NONE or fields.previous_response_id not in _NONE
 
 
 def response_key(response_id: str) -> int:

@@ -61,7 +61,7 @@ def read(data: bytes) -> Event | Observed | None:
     except IndexError:
         return None
     content, ends = data[at:until], until != end
-    if ends and data[until:end] != (_BODY_ENDS if tag >= _REQUEST_BODY else _HEADERS_END):
+    if until > end or (ends and data[until:end] != (_BODY_ENDS if tag >= _REQUEST_BODY else _HEADERS_END)):
         return None
     event: Event
     if tag == _RESPONSE_BODY:
