@@ -1,6 +1,6 @@
 """Compiles the request path to C with mypyc: the modules that `tool.picker.compiled` of pyproject.toml lists.
 
-The sources stay plain typed Python and do the same without it, a quarter slower. Two ways in: a hook of the wheel's build,
+The sources stay plain typed Python and do the same without it, for a fifth more CPU. Two ways in: a hook of the wheel's build,
 which compiles where PICKER_COMPILE says an optimisation level (0 to 3), and `python scripts/compile.py DIRECTORY`,
 which makes a compiled copy of the project there, for benchmarks and tests. A compiled module is never put beside its
 source in the work tree, where it would hide later changes.
