@@ -117,11 +117,15 @@ class AdoptedPick:
             producer.names.put(key, chain)
 
     def confirm(self, slot: int | None, usage: Usage | None = None) -> None:  # noqa: ARG002
+        index = self._producer.index
         if slot == self._slot:
             for claim in self._claims:
-                self._producer.index.keep(claim, self._now)
-        else:
-            self.undo()
+                index.keep(claim, self._now)
+            return
+        if slot is not None and all(map(index.holds, self._claims)):
+            for claim in self._claims:
+                index.keep(index.hold(slot, claim.tip.chain()), self._now)
+        self.undo()
 
     def undo(self) -> None:
         for claim in self._claims:
