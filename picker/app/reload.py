@@ -47,6 +47,7 @@ class ConfigFile(WatchedFile[Loaded]):
             await super().run(lambda loaded: self._take(loaded, on_change))
         finally:
             loop.remove_signal_handler(signal.SIGHUP)
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which would end the process
 
     def _take(self, loaded: Loaded, on_change: Callable[[Loaded], None]) -> None:
         if loaded.config == self._current:

@@ -95,9 +95,10 @@ async def _serve(loaded: Loaded, given: flags.Flags) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    # Until the configuration's file is watched, which looks at it first of all.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     picker = Picker(loaded, given)
     await picker.start()
-    _look_for_garbage_less()
     await stop.wait()
     await picker.stop()
 
@@ -201,6 +202,8 @@ class Picker:
         self._scrape(config)
         if self._file:
             self._watching = self._keep("config_file", partial(self._file.run, self._reload))
+        _look_for_garbage_less()
+        await asyncio.sleep(0)  # what was begun takes signals now
         logger.info("The picker is up", **self.ports, endpoints=len(self._director.table))
 
     async def stop(self) -> None:
