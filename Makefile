@@ -62,11 +62,16 @@ $(BIN)/promtool: | setup
 	  status=$$?; rm -rf $$folder; exit $$status; } \
 	  || { echo "promtool cannot be had here; install Prometheus, so that 'promtool' is in PATH" >&2; exit 1; }
 
+# All tests, by a given pytest; what fails is run once more, alone.
+define run_tests
+@{ $(1) -n 2 --dist loadfile; } || { \
+  echo "Tests failed. They are run once more, alone: on a busy machine, real processes can miss their time." >&2; \
+  $(1) --last-failed --last-failed-no-failures none; }
+endef
+
 .PHONY: test
 test: setup browser $(BIN)/promtool lint type ## Everything that must hold: lint, types, unit, property, wire and Envoy tests
-	@$(BIN)/pytest -n 2 --dist loadfile || { \
-	  echo "Tests failed. They are run once more, alone: on a busy machine, real processes can miss their time." >&2; \
-	  $(BIN)/pytest --last-failed --last-failed-no-failures none; }
+	$(call run_tests,$(BIN)/pytest)
 
 ENGINE := .venv-engine
 
@@ -87,9 +92,7 @@ compiled: setup ## A copy of the project in build/compiled whose request path is
 
 .PHONY: test-compiled
 test-compiled: compiled browser $(BIN)/promtool ## All tests again, with the compiled request path
-	@{ $(IN_COMPILED) pytest -n 2 --dist loadfile; } || { \
-	  echo "Tests failed. They are run once more, alone: on a busy machine, real processes can miss their time." >&2; \
-	  $(IN_COMPILED) pytest --last-failed --last-failed-no-failures none; }
+	$(call run_tests,$(IN_COMPILED) pytest)
 
 .PHONY: bench
 bench: compiled ## Print the budget table
