@@ -7,8 +7,9 @@ import json
 import random
 import sys
 from asyncio.subprocess import DEVNULL, PIPE
+from collections.abc import Callable
 from functools import partial
-from statistics import median, quantiles
+from statistics import fmean, median, quantiles
 from typing import Any
 
 from msgspec import Struct
@@ -125,25 +126,32 @@ def _compared(what: str, rates: dict[str, float], times: dict[str, float]) -> li
 
 
 async def _through_envoy() -> list[Row]:
+    """All arms take turns, with the same conversations each; what is compared are means of several such rounds."""
+    kinds: tuple[tuple[str, Callable[[int], Workload], int], ...] = (("chats", _chats, 4), ("bursts", _bursts, 1))
+    arms = (("one", 1, False), ("two", 2, True), ("two that share nothing", 2, False))
     rows: list[Row] = []
     async with redis() as port:
-        for what, workload in (("chats", _chats()), ("bursts", _bursts())):
-            arms: dict[str, Summary] = {}
-            for name, pickers, share in (("one", 1, False), ("two", 2, True), ("two that share nothing", 2, False)):
-                arms[name] = await serve(
-                    workload, {}, engines=_ENGINES, pickers=pickers, redis_port=port if share else None
-                )
+        for what, workload, rounds in kinds:
+            found: dict[str, list[Summary]] = {name: [] for name, *_ in arms}
+            for seed in range(rounds):
+                for name, pickers, share in arms:
+                    arm = await serve(
+                        workload(seed), {}, engines=_ENGINES, pickers=pickers, redis_port=port if share else None
+                    )
+                    found[name].append(arm)
+                each = {name: [f"{arm.cached_token_rate:.1%}" for arm in every] for name, every in found.items()}
+                progress(f"{what} through Envoy, cached tokens: {each}")
             rows += _compared(
                 f"{what} through Envoy",
-                {name: arm.cached_token_rate for name, arm in arms.items()},
-                {name: arm.ttft_p90_ms / 1e3 for name, arm in arms.items()},
+                {name: fmean(arm.cached_token_rate for arm in every) for name, every in found.items()},
+                {name: fmean(arm.ttft_p90_ms for arm in every) / 1e3 for name, every in found.items()},
             )
     return rows
 
 
-def _chats() -> Workload:
+def _chats(seed: int) -> Workload:
     """Conversations of five turns, each with a beginning of 3,000 tokens of its own; eight requests a second."""
-    rng = random.Random(1)
+    rng = random.Random(seed)
     sessions, start = [], 0.0
     for number in range(_CHATS):
         start += rng.expovariate(1.6)
@@ -152,9 +160,9 @@ def _chats() -> Workload:
     return Workload(tuple(_text(rng, 3000) for _ in sessions), tuple(sessions))
 
 
-def _bursts() -> Workload:
+def _bursts(seed: int) -> Workload:
     """Every two seconds 8 to 24 requests within 20 ms with a new beginning of 6,000 tokens."""
-    rng = random.Random(1)
+    rng = random.Random(seed)
     prompts, sessions = [], []
     for number in range(_BURSTS):
         prompts.append(_text(rng, 6000))

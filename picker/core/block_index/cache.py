@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
-from msgspec import Struct
-
 from picker.core.block_index.keys import block_keys, event_suffixes, pack, root_key
 from picker.core.block_index.layout import GPU, PoolShape, tail_blocks
+from picker.core.block_index.limits import Limits
 from picker.core.block_index.table import BlockTable, Pool
 from picker.core.kv_events.events import BlockStored
 
@@ -23,22 +22,16 @@ Planes = dict[int, int]
 MOST_BLOCK_TOKENS = 1 << 20
 
 
-class Limits(Struct, frozen=True):
-    """How much is remembered of one engine beyond the blocks it holds."""
+class _Orphan:
+    """Blocks of a store whose parent is unknown."""
 
-    tombstones: int = 1 << 16
-    """Removed blocks whose meaning is kept."""
-    orphans: int = 1 << 14
-    """Blocks that are kept although their parent is unknown."""
-    pools: int = 64
-    """Cache groups times media."""
+    __slots__ = ("names", "suffixes", "table", "tokens")
 
-
-class _Orphan(Struct, frozen=True):
-    names: Sequence[int]
-    tokens: memoryview
-    suffixes: dict[int, bytes]
-    table: BlockTable
+    def __init__(self, names: Sequence[int], tokens: memoryview, suffixes: dict[int, bytes], table: BlockTable) -> None:
+        self.names = names
+        self.tokens = tokens
+        self.suffixes = suffixes
+        self.table = table
 
 
 class EngineCache:

@@ -11,12 +11,13 @@ from collections.abc import Mapping, Sequence
 from itertools import chain, groupby
 from operator import attrgetter
 
-from picker.core.block_index.cache import EngineCache, Limits, Planes
+from picker.core.block_index.cache import EngineCache, Planes
 from picker.core.block_index.chains import KeyChains
 from picker.core.block_index.holds import Hold, Holds
 from picker.core.block_index.keys import Media
 from picker.core.block_index.lanes import Lanes
 from picker.core.block_index.layout import GPU, Layout, layout_of
+from picker.core.block_index.limits import Limits
 from picker.core.block_index.lookup import Lookup
 from picker.core.block_index.prediction import Prediction, least
 from picker.core.block_index.prompt import Prompt

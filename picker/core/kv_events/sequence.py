@@ -29,8 +29,6 @@ from array import array
 from collections.abc import Callable, Sequence
 from math import inf
 
-from msgspec import Struct
-
 from picker.core.kv_events.decode import UndecodableBatchError
 from picker.core.kv_events.events import EventBatch
 from picker.core.kv_events.held_frames import HeldFrames
@@ -46,30 +44,13 @@ from picker.core.kv_events.sequence_actions import (
     Restarted,
     Resynchronised,
 )
+from picker.core.kv_events.sequence_limits import SequenceLimits
 
 _DIGESTS = 2048
 """Frames back from the last one that a repeated frame is known by."""
 
 _SLICE = 32 << 10
 """Bytes of held frames that are delivered at once; `tick` is due at once for the rest."""
-
-
-class SequenceLimits(Struct, frozen=True):
-    """Times in seconds, sizes in bytes."""
-
-    replay_idle: float = 2.0
-    """Longest silence within a replay."""
-    replay_total: float = 30.0
-    """Longest time that frames are held back."""
-    reorder: float = 0.1
-    """How long a missing frame is awaited where there is no replay."""
-    retry: float = 5.0
-    """From a failed replay to the next; it doubles with every failure, up to `retry_most`."""
-    retry_most: float = 60.0
-    quiet: float = 10.0
-    """Silence after which the publisher is asked whether anything was missed."""
-    max_held: int = 16 << 20
-    max_frame: int = 16 << 20
 
 
 class _Replay:

@@ -1,4 +1,4 @@
-"""How all readers of events together share a loop with whatever else runs on it."""
+"""How all readers of events together share a loop, and its interpreter, with whatever else runs there."""
 
 from __future__ import annotations
 
@@ -6,12 +6,42 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Final
 
-_LEAST = 0.0005
-_MOST = 0.001
-_REST = 4.0
+_LEAST: Final = 0.0005
+_MOST: Final = 0.001
+_REST: Final = 4.0
 """How much longer than a round took there is none."""
-_LONGEST_REST = 0.005
+_LONGEST_REST: Final = 0.005
+_AFTER: Final = 0.002
+"""What a request still takes to be answered after a thread has worked for it, in seconds."""
+
+
+class Precedence:
+    """A request that goes before events whenever it needs the interpreter. Made by a `LoopShare`."""
+
+    __slots__ = ("_share",)
+
+    def __init__(self, share: LoopShare) -> None:
+        self._share = share
+
+    def enter(self) -> None:
+        """It needs the interpreter from now on. For any thread."""
+        self._share.first.add(self)
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """It does not meanwhile, which is a good time to read events. For any thread."""
+        self._share.first.discard(self)
+        self._share.told()
+        try:
+            yield
+        finally:
+            self.enter()
+
+    def end(self) -> None:
+        """It is answered soon. For any thread."""
+        self._share.told(self)
 
 
 class LoopShare:
@@ -20,60 +50,97 @@ class LoopShare:
     A slice is no longer than all others held the loop since the last one, or half a millisecond, so that a request
     waits little when events pour in, and events are not left lying when requests do. What comes while all rest is read
     in a row, which costs much less than one by one. A rest is four times as long as the round before it and at most
-    5 ms: events that come now and then are hardly delayed. While something is urgent a round waits, at most
-    `patience` seconds in all.
+    5 ms: events that come now and then are hardly delayed.
+
+    What has precedence is waited for, at most `patience` seconds in all, also within a slice. While a thread works for
+    it without the interpreter, the loop has nothing else to do: a rest ends then if it was as long as its round.
     """
 
     def __init__(self, *, patience: float = 0.02) -> None:
+        self.first: set[Precedence] = set()
+        """What needs the interpreter. Threads change it, too: one operation at a time."""
         self._patience = patience
         self._turn = asyncio.Lock()
         self._until = 0.0
+        self._ended = 0.0
         self._rested = 0.0
         self._spent = 0.0
-        self._urgent = 0
         self._calm = asyncio.Event()
-        self._calm.set()
+        self._rest_over = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
-    @contextmanager
-    def urgent(self) -> Iterator[None]:
-        """Let readers rest meanwhile."""
-        self._urgent += 1
-        self._calm.clear()
-        try:
-            yield
-        finally:
-            self._urgent -= 1
-            if not self._urgent:
-                self._calm.set()
+    def precedence(self) -> Precedence:
+        """Give precedence to a request of this loop; it is to be ended, whatever happens."""
+        self._loop = asyncio.get_running_loop()
+        return Precedence(self)
+
+    def told(self, over: Precedence | None = None) -> None:
+        """What has precedence works without the interpreter, or is `over`. For any thread."""
+        loop = self._loop
+        with suppress(RuntimeError):  # the loop was closed while a thread worked on
+            if loop is None:
+                return
+            if over is not None:
+                loop.call_soon_threadsafe(loop.call_later, _AFTER, self._end, over)
+            elif not self.first:
+                loop.call_soon_threadsafe(self._lull)
+
+    def _end(self, over: Precedence) -> None:
+        self.first.discard(over)
+        if not self.first:
+            self._calm.set()
+
+    def _lull(self) -> None:
+        if self.first:
+            return
+        self._calm.set()
+        if time.perf_counter() - self._ended >= self._spent:
+            self._rested = time.perf_counter()
+            self._rest_over.set()
 
     async def read(self, read_one: Callable[[], bool]) -> bool:
         """Call `read_one` until it returns False: there is nothing left. Returns whether there was anything."""
-        clock = time.perf_counter
-        if (rest := self._rested - clock()) > 0:
-            await asyncio.sleep(rest)
+        clock, first = time.perf_counter, self.first
+        if self._rested > clock():
+            await self._rest()
         if not self._turn.locked():
             self._spent = 0.0
         left, some = True, False
         while left:
             async with self._turn:  # which is fair: whoever waits longest is next
-                if self._urgent:
-                    await self._wait_for_calm()
+                await self._give_way()
                 began = clock()
                 if began >= self._until:
                     await asyncio.sleep(0)
+                    await self._give_way()
                     ended, began = began, clock()
                     self._until = began + min(max(began - ended, _LEAST), _MOST)
-                while (left := read_one()) and clock() < self._until:
+                patient = began < self._rested + self._patience
+                while (left := read_one()) and clock() < self._until and not (first and patient):
                     some = True
                 some |= left
                 now = clock()
                 self._spent += now - began
+        self._ended = now
         self._rested = now + min(_REST * self._spent, _LONGEST_REST)
         return some
 
-    async def _wait_for_calm(self) -> None:
-        patience = self._rested + self._patience - time.perf_counter()
-        if patience > 0:
+    async def _rest(self) -> None:
+        while (rest := self._rested - time.perf_counter()) > 0:
+            if self._timer is None:  # one for all
+                self._timer = asyncio.get_running_loop().call_later(rest, self._wake)
+            self._rest_over.clear()
+            await self._rest_over.wait()
+
+    def _wake(self) -> None:
+        self._timer = None
+        self._rest_over.set()
+
+    async def _give_way(self) -> None:
+        if self.first and (patience := self._rested + self._patience - time.perf_counter()) > 0:
             with suppress(TimeoutError):
                 async with asyncio.timeout(patience):
-                    await self._calm.wait()
+                    while self.first:
+                        self._calm.clear()
+                        await self._calm.wait()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from picker.core.kv_events.events import EventBatch
-from picker.core.kv_events.sequence import SequenceLimits
+from picker.core.kv_events.sequence_limits import SequenceLimits
 from picker.io.kv_events.frames import endpoint_of_rank
 
 

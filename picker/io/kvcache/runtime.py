@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
-from contextlib import AsyncExitStack, nullcontext
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -20,7 +20,7 @@ from picker.core.block_index.prediction import Prediction
 from picker.core.director import Director
 from picker.core.exchange.effects import Decide
 from picker.core.kv_index.owners import OwnedPrefix
-from picker.core.plugins.kvcache_args import IndexMode, KvCacheArgs, Way
+from picker.core.plugins.kvcache_args import IndexMode, KvCacheArgs
 from picker.core.plugins.kvcache_aware import OWNERS, TOKENS, KvCacheProducer
 from picker.core.scheduling.api import Request
 from picker.core.tokens.prompt import EngineRequest, ModelNames, TokenPrompt, read_engine_request
@@ -60,14 +60,13 @@ class KvCacheRuntime:
         self.chain: TokenizerChain | None = None
         self.redis: RedisOwners | None = None
         self.sources: Sources
-        self._share = LoopShare()
-        # Events wait for threads that tokenize, which need the interpreter as they do; others' answers take their time.
-        self._undisturbed = self._share.urgent if Way.LOCAL in args.ways else nullcontext
+        share = LoopShare()
+        self._precedence = share.precedence if args.index_mode is IndexMode.DIRECT else None
         # Only those who use a mode need its libraries.
         if args.index_mode is IndexMode.DIRECT:
             from picker.io.kvcache.direct import DirectSources  # noqa: PLC0415
 
-            self.sources = DirectSources(producer.index, args, self._share, director.now, failed)
+            self.sources = DirectSources(producer.index, args, share, director.now, failed)
         elif args.index_mode is IndexMode.MEMORY:
             from picker.io.kvcache.memory import MemorySources  # noqa: PLC0415
 
@@ -99,7 +98,7 @@ class KvCacheRuntime:
         """Work until cancelled."""
         self.follow()
         async with AsyncExitStack() as stack:
-            self.chain = await open_tokenizers(self.args, lambda: self._targets, stack, self._failed)
+            self.chain = await open_tokenizers(self.args, lambda: self._targets, stack, self._failed, self._precedence)
             logger.info(
                 f"KVCacheAware: {self.args.index_mode} mode active, runtimePort={self.args.runtime_port}",  # noqa: G004  Kthena's words
                 tokenizers=[str(way) for way in self.args.ways],
@@ -131,8 +130,7 @@ class KvCacheRuntime:
         outcome = "ok"
         try:
             async with asyncio.timeout(seconds):
-                with self._undisturbed():
-                    tokenized = await chain.tokenize(wanted)
+                tokenized = await chain.tokenize(wanted)
                 if not tokenized.prompts:
                     outcome = "not_tokenized"
                 else:

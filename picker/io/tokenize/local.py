@@ -7,12 +7,13 @@ import json
 import os
 from array import array
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from random import Random
 from threading import Lock
 
 from msgspec.structs import replace
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from picker.core.tokens.conversation import Chat, read_chat
 from picker.core.tokens.lru import ByteLru
@@ -20,7 +21,7 @@ from picker.core.tokens.prompt import EngineRequest, Served, UnsupportedRequestE
 from picker.core.tokens.segments import Cutter, SegmentPlan
 from picker.io.tokenize.files import LocalSettings, TokenizerFiles, read_files, tokenizer_of
 from picker.io.tokenize.self_check import adversarial_prompts, first_difference
-from picker.io.tokenize.step import Outcome, StepError, Tokens
+from picker.io.tokenize.step import Outcome, Precedence, StepError, Tokens
 from picker.io.tokenize.templates import MAX_CHARACTERS
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a batch is one text, and a thread for each is here already
@@ -28,7 +29,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a batch is one text,
 MAX_RENDER_SECONDS = 1.0
 """A template that renders for longer is stopped, though nobody waits for it any more by then."""
 
+Away = Callable[[], AbstractContextManager[None]]
+"""Around work that leaves the interpreter to others."""
+
 _CHECKED_PROMPTS = 300
+_LONG = 1000
+"""Characters that take long enough to tell others of it."""
 _ENTRY_BYTES = 200
 """What Python needs for a cached segment beside its text and tokens."""
 
@@ -68,37 +74,41 @@ class LocalTokenizer:
         different = first_difference(
             cutter,
             prompts,
-            lambda text: _encode(self._tokenizer, text),
-            lambda text, first: _encode(self._tokenizer if first else self._later, text),
+            lambda text: _encode(self._tokenizer, text).ids,
+            lambda text, first: _encode(self._tokenizer if first else self._later, text).ids,
         )
         if different is None:
             self._cutter = cutter
         else:
             self.segments_off = f"self-check: segments of {different[:100]!r} give other tokens"
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> array[int]:
-        """Return the token ids of a text. Raises UnsupportedRequestError."""
+    def encode(self, text: str, *, add_special_tokens: bool, away: Away = nullcontext) -> array[int]:
+        """Return the token ids of a text, found while `away`. Raises UnsupportedRequestError."""
         if len(text) > MAX_CHARACTERS:
             raise UnsupportedRequestError(f"the prompt has more than {MAX_CHARACTERS} characters")
         if add_special_tokens and self._ends_disputed:
             raise UnsupportedRequestError(self._ends_disputed)
         if self._cutter is None or (add_special_tokens and self._ends is None):
-            return array("I", _encode(self._tokenizer, text, special=add_special_tokens))
+            with away():
+                encoding = _encode(self._tokenizer, text, special=add_special_tokens)
+            return array("I", encoding.ids)
         pieces = self._cutter.cut(text)
         if add_special_tokens and self._ends is not None:
             begin, end = self._ends
-            return begin + self._join(pieces) + end
-        return self._join(pieces)
+            return begin + self._join(pieces, away) + end
+        return self._join(pieces, away)
 
-    def _join(self, pieces: list[str | int]) -> array[int]:
+    def _join(self, pieces: list[str | int], away: Away) -> array[int]:
         """Put a prompt's tokens together; only texts that were never seen are tokenized, and not under the lock."""
         keys = [(index == 0, piece) for index, piece in enumerate(pieces) if isinstance(piece, str)]
         with self._lock:
             found = [self.segments.get(key) for key in keys]
         missing = [index for index, tokens in enumerate(found) if tokens is None]
-        for index in missing:
-            first, text = keys[index]
-            found[index] = array("I", _encode(self._tokenizer if first else self._later, text))
+        texts = [keys[index] for index in missing]
+        with away() if sum(len(text) for _, text in texts) >= _LONG else nullcontext():
+            encoded = [_encode(self._tokenizer if first else self._later, text) for first, text in texts]
+        for index, encoding in zip(missing, encoded, strict=True):
+            found[index] = array("I", encoding.ids)
         with self._lock:
             self.hits += len(keys) - len(missing)
             self.misses += len(missing)
@@ -106,15 +116,15 @@ class LocalTokenizer:
                 if (tokens := found[index]) is not None:
                     size = _ENTRY_BYTES + 4 * len(keys[index][1]) + 4 * len(tokens)
                     self.segments.put(keys[index], tokens, size)
-        joined, texts = array("I"), iter(found)
+        joined, tokenized = array("I"), iter(found)
         for piece in pieces:
             if isinstance(piece, int):
                 joined.append(piece)
-            elif (tokens := next(texts)) is not None:
+            elif (tokens := next(tokenized)) is not None:
                 joined.extend(tokens)
         return joined
 
-    def tokenize(self, request: EngineRequest) -> list[Tokens]:
+    def tokenize(self, request: EngineRequest, away: Away = nullcontext) -> list[Tokens]:
         """Return the tokens of a request's texts, or of its conversation. Raises UnsupportedRequestError."""
         if request.prompts:
             for name in ("truncate_prompt_tokens", "prompt_embeds"):
@@ -122,13 +132,13 @@ class LocalTokenizer:
                     raise UnsupportedRequestError(f"{name} is set")
             special = request.field("add_special_tokens") is not False
             texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
-            return [Tokens(self.encode(text, add_special_tokens=special)) for text in texts]
+            return [Tokens(self.encode(text, add_special_tokens=special, away=away)) for text in texts]
         chat = self._chat(request)
         template = self._templates.get("tool_use" if chat.tools and "tool_use" in self._templates else "default")
         if template is None:
             raise UnsupportedRequestError("the tokenizer has no chat template")
         prompt = template.render(chat, MAX_RENDER_SECONDS)
-        return [Tokens(self.encode(prompt, add_special_tokens=chat.add_special_tokens))]
+        return [Tokens(self.encode(prompt, add_special_tokens=chat.add_special_tokens, away=away))]
 
     def _chat(self, request: EngineRequest) -> Chat:
         chat, settings = read_chat(request), self._settings
@@ -145,14 +155,26 @@ class LocalTokenizer:
 
 
 class Local:
-    """The step that tokenizes in threads of this process. At most `max_waiting` requests wait for a thread."""
+    """The step that tokenizes in threads of this process. At most `max_waiting` requests wait for a thread.
+
+    What shares the interpreter with them may give each of them `precedence`.
+    """
 
     name = "local"
 
-    def __init__(self, tokenizer: LocalTokenizer, *, threads: int = 2, max_waiting: int = 64) -> None:
+    def __init__(
+        self,
+        tokenizer: LocalTokenizer,
+        *,
+        threads: int = 2,
+        max_waiting: int = 64,
+        precedence: Callable[[], Precedence] | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
+        self._precedence = precedence
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
         self._most = threads + max_waiting
+        self._at_once = threads
         self._busy = 0
 
     async def tokenize(self, request: EngineRequest, served: Served, seconds: float) -> list[Tokens]:  # noqa: ARG002
@@ -161,7 +183,7 @@ class Local:
             raise StepError(Outcome.OVERLOADED, f"{self._busy} requests are being tokenized: give it more threads")
         loop = asyncio.get_running_loop()
         try:
-            future = self._threads.submit(self.tokenizer.tokenize, request)
+            future = self._submit(request)
             self._busy += 1
             future.add_done_callback(lambda _: _call_soon(loop, self._done))
             async with asyncio.timeout(seconds):
@@ -173,6 +195,21 @@ class Local:
         except Exception as error:
             raise StepError(Outcome.ERROR, repr(error)) from error
 
+    def _submit(self, request: EngineRequest) -> Future[list[Tokens]]:
+        if self._precedence is None:
+            return self._threads.submit(self.tokenizer.tokenize, request)
+        precedence = self._precedence()
+
+        def tokenize() -> list[Tokens]:
+            precedence.enter()
+            return self.tokenizer.tokenize(request, precedence.away)
+
+        future = self._threads.submit(tokenize)
+        if self._busy < self._at_once:  # else it needs nothing yet
+            precedence.enter()
+        future.add_done_callback(lambda _: precedence.end())
+        return future
+
     def _done(self) -> None:
         self._busy -= 1
 
@@ -181,10 +218,10 @@ class Local:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _encode(tokenizer: Tokenizer, text: str, *, special: bool = False) -> list[int]:
-    """Return token ids. `encode` would not let other threads run meanwhile, which are the requests to be routed."""
-    ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
-    return ids
+def _encode(tokenizer: Tokenizer, text: str, *, special: bool = False) -> Encoding:
+    """Tokenize. `encode` would not let other threads run meanwhile, which are the requests to be routed."""
+    encoding: Encoding = tokenizer.encode_batch_fast([text], add_special_tokens=special)[0]
+    return encoding
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from contextlib import AbstractContextManager
 from enum import StrEnum
 from typing import Protocol
 
@@ -37,6 +38,19 @@ class Tokens(Struct, frozen=True):
 
     token_ids: array[int]
     multimodal: tuple[MultiModalItem, ...] = ()
+
+
+class Precedence(Protocol):
+    """What goes before others who share the interpreter, such as readers of KV events, while it needs that."""
+
+    def enter(self) -> None:
+        """It does from now on. For any thread."""
+
+    def away(self) -> AbstractContextManager[None]:
+        """It does not meanwhile. For any thread."""
+
+    def end(self) -> None:
+        """It soon does no more. For any thread."""
 
 
 class Step(Protocol):

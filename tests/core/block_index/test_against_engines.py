@@ -13,9 +13,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from picker.core.block_index.cache import Limits
 from picker.core.block_index.chains import KeyChains
 from picker.core.block_index.index import BlockIndex
+from picker.core.block_index.limits import Limits
 from picker.core.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 
 MODEL = "m"

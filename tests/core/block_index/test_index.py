@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from picker.core.block_index.cache import Limits
 from picker.core.block_index.index import DAY, BlockIndex
+from picker.core.block_index.limits import Limits
 from picker.core.block_index.prediction import Prediction
 from picker.core.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from picker.core.kv_events.decode import UndecodableBatchError
 from picker.core.kv_events.events import EventBatch
-from picker.core.kv_events.sequence import SequenceLimits, SequenceTracker
+from picker.core.kv_events.sequence import SequenceTracker
 from picker.core.kv_events.sequence_actions import (
     AskReplay,
     Begin,
@@ -30,6 +30,7 @@ from picker.core.kv_events.sequence_actions import (
     Restarted,
     Resynchronised,
 )
+from picker.core.kv_events.sequence_limits import SequenceLimits
 
 LIMITS = SequenceLimits()
 

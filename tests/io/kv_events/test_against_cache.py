@@ -10,7 +10,7 @@ import pytest
 import zmq.asyncio
 
 from picker.core.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
-from picker.core.kv_events.sequence import SequenceLimits
+from picker.core.kv_events.sequence_limits import SequenceLimits
 from picker.io.kv_events.source import KvEventSource, SubscriberSettings
 from picker.io.kv_events.subscriber import KvEventSubscriber
 from picker.sim.block_cache import key_tokens

@@ -14,7 +14,7 @@ import zmq
 import zmq.asyncio
 
 from picker.core.kv_events.events import EventBatch
-from picker.core.kv_events.sequence import SequenceLimits
+from picker.core.kv_events.sequence_limits import SequenceLimits
 from picker.io.kv_events.rank import RankSubscription
 from picker.io.kv_events.source import KvEventSource, SubscriberSettings
 from picker.io.kv_events.subscriber import KvEventSubscriber

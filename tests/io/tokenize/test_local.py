@@ -9,6 +9,7 @@ import threading
 from array import array
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -22,7 +23,7 @@ from picker.core.tokens.conversation import ContentFormat
 from picker.core.tokens.prompt import EngineRequest, Served, UnsupportedRequestError, read_engine_request
 from picker.core.tokens.segments import SegmentPlan
 from picker.io.tokenize.files import LocalSettings, TokenizerFiles, TokenizerFilesError
-from picker.io.tokenize.local import Local, LocalTokenizer
+from picker.io.tokenize.local import Away, Local, LocalTokenizer
 from picker.io.tokenize.self_check import adversarial_prompts
 from picker.io.tokenize.step import Outcome, StepError, Tokens
 
@@ -299,9 +300,9 @@ class Held(LocalTokenizer):
 
     let_go: threading.Event
 
-    def tokenize(self, request: EngineRequest) -> list[Tokens]:
+    def tokenize(self, request: EngineRequest, away: Away = nullcontext) -> list[Tokens]:
         self.let_go.wait(5)
-        return super().tokenize(request)
+        return super().tokenize(request, away)
 
 
 async def test_requests_that_wait_too_long_or_are_too_many_end_with_a_reason(tmp_path: Path) -> None:
@@ -338,6 +339,53 @@ async def test_what_the_tokenizer_cannot_do_is_unsupported(tmp_path: Path) -> No
             await local.tokenize(body, TINY, 5)
         assert caught.value.outcome is Outcome.UNSUPPORTED
     local.close()
+
+
+class Told:
+    """What was said of a request's precedence."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def enter(self) -> None:
+        self.said.append("enter")
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        self.said.append("away")
+        yield
+        self.said.append("back")
+
+    def end(self) -> None:
+        self.said.append("end")
+
+
+@pytest.mark.parametrize(
+    ("body", "meanwhile"),
+    [
+        (request("/v1/completions", prompt="a b " * 1000), ["away", "back"]),
+        (request("/v1/completions", prompt="a b"), []),  # not worth while
+        (request("/v1/completions", prompt="a", truncate_prompt_tokens=5), []),
+    ],
+    ids=["long", "short", "unsupported"],
+)
+async def test_a_request_has_precedence_but_while_it_leaves_the_interpreter_to_others(
+    tmp_path: Path, body: EngineRequest, meanwhile: list[str]
+) -> None:
+    told: list[Told] = []
+
+    def precedence() -> Told:
+        told.append(Told())
+        return told[-1]
+
+    local = Local(load(directory(tmp_path, family("byte-level-bpe"))), precedence=precedence)
+    with suppress(StepError):
+        await local.tokenize(body, TINY, 5)
+    local.close()
+    (one,) = told
+    said = [what for what in one.said if what != "enter"]  # the loop and the thread both say so
+    assert one.said[0] == "enter"
+    assert said == [*meanwhile, "end"]
 
 
 async def test_the_loop_goes_on_while_a_long_text_is_tokenized(tmp_path: Path) -> None:
