@@ -156,7 +156,8 @@ class SessionIndex:
         self._now = now = max(now, self._now)
         owner.held.remove(claim)
         known = owner.kept.get(tip)
-        for node in tip.upwards():
+        above = tip.upwards()
+        for node in above:
             cover = node.covers[owner.number]
             cover.held -= 1
             cover.kept += known is None
@@ -169,7 +170,7 @@ class SessionIndex:
         owner.kept.move_to_end(tip)
         self._recent[known] = None
         self._recent.move_to_end(known)
-        for node in [node for node in tip.upwards() if node is not tip and node in owner.kept]:
+        for node in [node for node in above if node is not tip and node in owner.kept]:
             self._drop(owner.kept[node])
         self._shrink(owner)
 
@@ -251,7 +252,7 @@ class SessionIndex:
         """A claim is over: nodes that it alone needed go."""
         owner, tip = claim.slot, claim.tip
         tip.tips -= 1
-        for node in list(tip.upwards()):
+        for node in tip.upwards():
             cover = node.covers[owner.number]
             if cover.held or cover.kept:
                 continue

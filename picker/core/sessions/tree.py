@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
 from math import inf
 
 from picker.core.sessions.chain import Chain
@@ -44,7 +43,7 @@ class Node:
         """How many of its positions stand in `hashes` from `start` on."""
         own = self.hashes
         low, high = 0, min(len(own), len(hashes) - start)
-        if own[:high] == hashes[start : start + high]:
+        if (own if high == len(own) else own[:high]) == hashes[start : start + high]:
             return high
         while high - low > 1:
             middle = (low + high) // 2
@@ -54,26 +53,33 @@ class Node:
                 high = middle
         return low
 
-    def walk(self, hashes: array[int]) -> Iterator[tuple[Node, int]]:
+    def walk(self, hashes: array[int]) -> list[tuple[Node, int]]:
         """The nodes below that a chain goes through, and how many of their positions it has: all, but for the last."""
+        path: list[tuple[Node, int]] = []
         node, depth, end = self, 0, len(hashes)
-        while depth < end and (child := node.children.get(hashes[depth])) is not None:
+        while depth < end:
+            child = node.children.get(hashes[depth])
+            if child is None:
+                break
             common = child.common(hashes, depth)
-            yield child, common
+            path.append((child, common))
             if common < len(child.hashes):
-                return
+                break
             node, depth = child, depth + common
+        return path
 
-    def upwards(self) -> Iterator[Node]:
+    def upwards(self) -> list[Node]:
         """The node and those above it, without the root."""
+        nodes: list[Node] = []
         node = self
         while node.parent is not None:
-            yield node
+            nodes.append(node)
             node = node.parent
+        return nodes
 
     def chain(self) -> Chain:
         """The chain that ends here."""
-        nodes = [*self.upwards()][::-1]
+        nodes = self.upwards()[::-1]
         hashes, sizes = array("Q"), array("I")
         for node in nodes:
             hashes += node.hashes
