@@ -68,6 +68,8 @@ class Replicas(Telling):
         self._known: dict[str, Iterator[Known]] = {}
         """What is left to tell of prompts, by who asked."""
         self._warm = False
+        self._silent: dict[str, bool] = {}
+        """Pickers that fell silent, the last ones: what they learn of prompts meanwhile is not heard here."""
 
     @property
     def peers(self) -> int:
@@ -121,6 +123,9 @@ class Replicas(Telling):
         for name, peer in list(self._peers.items()):
             if now - peer.heard_at > GONE_SECONDS:
                 self._drop(name, now)
+                self._silent[name] = True
+                if len(self._silent) > MOST_PICKERS:
+                    del self._silent[next(iter(self._silent))]
             elif peer.asked_at is not None:
                 if now - peer.asked_at > ASK_AGAIN_SECONDS:
                     self._ask(name, peer, now)
@@ -164,9 +169,11 @@ class Replicas(Telling):
             if len(self._peers) >= MOST_PICKERS:
                 return Heard.TOO_MANY
             peer = self._peers[batch.sender] = Peer(batch.sequence - 1, now)
+            silent = self._silent.pop(batch.sender, False)
             if batch.sequence > 1:
-                # It was there before us, or we were away: the first that we meet tells what it knows.
-                peer.warm, self._warm = not self._warm, True
+                # It was there before us, or we were away: the first that we meet tells what it knows. If it was away
+                # itself, that is more than the others can tell.
+                peer.warm, self._warm = silent or not self._warm, True
                 self._ask(batch.sender, peer, now)
         peer.heard_at = now
         if peer.asked_at is not None:

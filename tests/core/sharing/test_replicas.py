@@ -226,6 +226,25 @@ def test_when_who_tells_a_newcomer_dies_another_one_does():
     assert all(max(fleet.matched(3, prompt)) > 0 for prompt in prompts)
 
 
+@pytest.mark.parametrize("unheard", [{(2, 0), (2, 1), (0, 2), (1, 2)}, {(2, 0)}, {(2, 0), (2, 1)}, {(0, 2), (1, 2)}])
+def test_what_was_learnt_by_one_that_was_away_is_known_to_all_afterwards(unheard):
+    fleet = Fleet(3)
+    for time in range(2):  # the first time nobody has asked anybody yet
+        fleet.settle()
+        fleet.lost = unheard
+        prompts = [f"learnt by {number}, {time} " * 500 for number in range(3)]
+        for number, prompt in enumerate(prompts):
+            fleet.send(number, prompt)
+            fleet.settle()
+            fleet.tickets[number][-1].finish(GOOD)
+            fleet.settle()
+        fleet.lost = set()
+        fleet.settle()
+        for number in range(3):
+            assert fleet.pickers[number].sharing.settled
+            assert [max(fleet.matched(number, prompt)) > 0 for prompt in prompts] == [True] * 3
+
+
 def test_one_lost_message_under_load_costs_one_question():
     fleet = Fleet(4)
     fleet.tick()
