@@ -6,8 +6,8 @@ which makes a compiled copy of the project there, for benchmarks and tests. A co
 source in the work tree, where it would hide later changes.
 
 What mypyc asks of a module: no msgspec structs are defined in it, nobody replaces its functions or attributes from
-outside, no class of another module that is not compiled derives from one of its classes, and no slice of bytes ends
-before it begins, which is a SystemError.
+outside, no class of another module that is not compiled derives from one of its classes, no slice of bytes ends before it
+begins, which is a SystemError, and a tuple of equal items is not written as a product, which makes a variable of each.
 """
 
 from __future__ import annotations
