@@ -41,7 +41,7 @@ async def test_a_prompt_is_looked_up_in_one_go(redis_server, background, until):
 
 async def test_many_ask_at_once_over_one_connection(redis_server, background, until):
     await fill(redis_server, {number: {"a.ns": "200"} for number in range(300)})
-    reader = RedisReader(redis_server.settings, replace(FAST, timeout=5.0))  # however busy the machine is
+    reader = RedisReader(redis_server.settings, replace(FAST, budget=5.0))  # however busy the machine is
     background(reader.run())
     await until(lambda: reader.connected)
     answers = await asyncio.gather(*[reader.lookup("m", range(n), PODS) for n in range(1, 60)])
