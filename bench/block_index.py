@@ -15,6 +15,7 @@ from bench.report import Row
 from picker.core.block_index.index import BlockIndex
 from picker.core.kv_events.decode import decode
 from picker.core.kv_events.events import BlockStored, EventBatch
+from picker.sim.events import BlockStored as Published
 
 _BLOCK_US = 1e6 / 300_000
 _PROMPTS = 20
@@ -53,6 +54,21 @@ def seconds_to_churn(filling: Sequence[bytes], full: Sequence[bytes]) -> float:
     index = BlockIndex()
     seconds_to_apply(index, filling)
     return seconds_to_apply(index, full)
+
+
+def seconds_to_begin(blocks: int, at_once: int) -> float:
+    """Measure an engine's first stores, so many blocks in each."""
+    rng = random.Random(4)
+    published = []
+    for _ in range(blocks // at_once):
+        hashes = tuple(rng.getrandbits(64) for _ in range(at_once))
+        tokens = tuple(rng.choices(range(128_000), k=at_once * BLOCK))
+        published.append(frame(Published(hashes, None, tokens, BLOCK, None, (None,) * at_once)))
+    index = BlockIndex()
+    took = seconds_to_apply(index, published)
+    if sum(source.blocks for source in index.stats()) != blocks:
+        raise RuntimeError("blocks are missing; nothing was measured")
+    return took
 
 
 def bytes_per_pair(blocks: int, endpoints: int, *, shared: bool) -> float:
@@ -132,6 +148,8 @@ def rows() -> list[Row]:
     apart = memory(1_000_000, 8, shared=False)
     together = memory(1_000_000, 8, shared=True)
     slowest, slices = longest_slice(320_000)
+    whole = best(lambda: seconds_to_begin(8_192, 8_192))
+    parts = best(lambda: seconds_to_begin(8_192, RUN))
     return [
         Row("KV events from frame to index, new blocks", f"{1e6 / store:,.0f} blocks/s", store, "us/block", _BLOCK_US),
         Row(
@@ -144,6 +162,13 @@ def rows() -> list[Row]:
         Row("block index, 1,000,000 blocks over 8 endpoints", "", apart, "B per block and endpoint", 120),
         Row("the same blocks on each of 8 endpoints", "", together, "B per block and endpoint", 120),
         Row("forgetting 320,000 blocks, slices' p99", f"{slices} slices", slowest * 1e3, "ms", 1),
+        Row(
+            "an engine's first 8,192 blocks in one event / 16 in each",
+            f"{whole * 1e3:.1f} / {parts * 1e3:.1f} ms",
+            whole / parts,
+            "x",
+            2,
+        ),
         *map(prediction, (8, 512)),
     ]
 

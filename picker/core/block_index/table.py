@@ -130,7 +130,6 @@ class BlockTable:
                 lanes = planes.setdefault(key, bit)
                 if not lanes & bit:
                     planes[key] = lanes | bit
-        self._split((self._unused >> 1) - self._buckets)
 
     def remove(self, names: Iterable[int], pool: Pool) -> int:
         """Take one copy of each block out of `pool`; returns how many blocks had none to take."""
@@ -221,6 +220,8 @@ class BlockTable:
         else:
             row = self._unused
             self._unused += 1
+            if row >> 1 > self._buckets:  # at once: one event may have many times the rows that there are
+                self._split()
         bucket = name & (2 * self._low + 1)
         if bucket >= self._buckets:
             bucket &= self._low
@@ -257,31 +258,30 @@ class BlockTable:
                 extend(column)
             self._rows += CHUNK
 
-    def _split(self, times: i64) -> None:
+    def _split(self) -> None:
+        """Divide the next bucket in two."""
         heads, chain, names = self._heads, self._chain, self._names
-        while times > 0:
-            times -= 1
-            low, new = self._low, self._buckets
-            first = new & low
-            row = get(heads, first)
-            stay: i64 = 0
-            move: i64 = 0
-            while row:
-                following = get(chain, row)
-                if get_wide(names, row) & (low + 1):
-                    put(chain, row, move)
-                    move = row
-                else:
-                    put(chain, row, stay)
-                    stay = row
-                row = following
-            if new % CHUNK == 0:
-                extend(heads)
-            put(heads, first, stay)
-            put(heads, new, move)
-            self._buckets = new + 1
-            if first == low:
-                self._low = 2 * low + 1
+        low, new = self._low, self._buckets
+        first = new & low
+        row = get(heads, first)
+        stay: i64 = 0
+        move: i64 = 0
+        while row:
+            following = get(chain, row)
+            if get_wide(names, row) & (low + 1):
+                put(chain, row, move)
+                move = row
+            else:
+                put(chain, row, stay)
+                stay = row
+            row = following
+        if new % CHUNK == 0:
+            extend(heads)
+        put(heads, first, stay)
+        put(heads, new, move)
+        self._buckets = new + 1
+        if first == low:
+            self._low = 2 * low + 1
 
     def _has_copies(self, row: i64) -> bool:
         for pool in self.pools:  # noqa: SIM110 (compiled, a generator costs more than this loop)

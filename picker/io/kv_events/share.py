@@ -52,7 +52,7 @@ class LoopShare:
     in a row, which costs much less than one by one. A rest is four times as long as the round before it and at most
     5 ms: events that come now and then are hardly delayed.
 
-    What has precedence is waited for, at most `patience` seconds in all, also within a slice. While a thread works for
+    What has precedence is waited for, at most `patience` seconds in a round, also within a slice. While a thread works for
     it without the interpreter, the loop has nothing else to do: a rest ends then if it was as long as its round.
     """
 
@@ -65,6 +65,8 @@ class LoopShare:
         self._ended = 0.0
         self._rested = 0.0
         self._spent = 0.0
+        self._reading = 0
+        self._patient_until = 0.0
         self._calm = asyncio.Event()
         self._rest_over = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
@@ -101,11 +103,19 @@ class LoopShare:
 
     async def read(self, read_one: Callable[[], bool]) -> bool:
         """Call `read_one` until it returns False: there is nothing left. Returns whether there was anything."""
-        clock, first = time.perf_counter, self.first
-        if self._rested > clock():
+        if self._rested > time.perf_counter():
             await self._rest()
-        if not self._turn.locked():
+        if not self._reading:
             self._spent = 0.0
+            self._patient_until = time.perf_counter() + self._patience
+        self._reading += 1
+        try:
+            return await self._read(read_one)
+        finally:
+            self._reading -= 1
+
+    async def _read(self, read_one: Callable[[], bool]) -> bool:
+        clock, first = time.perf_counter, self.first
         left, some = True, False
         while left:
             async with self._turn:  # which is fair: whoever waits longest is next
@@ -116,7 +126,7 @@ class LoopShare:
                     await self._give_way()
                     ended, began = began, clock()
                     self._until = began + min(max(began - ended, _LEAST), _MOST)
-                patient = began < self._rested + self._patience
+                patient = began < self._patient_until
                 while (left := read_one()) and clock() < self._until and not (first and patient):
                     some = True
                 some |= left
@@ -138,7 +148,7 @@ class LoopShare:
         self._rest_over.set()
 
     async def _give_way(self) -> None:
-        if self.first and (patience := self._rested + self._patience - time.perf_counter()) > 0:
+        if self.first and (patience := self._patient_until - time.perf_counter()) > 0:
             with suppress(TimeoutError):
                 async with asyncio.timeout(patience):
                     while self.first:
