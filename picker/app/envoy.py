@@ -270,7 +270,7 @@ class EnvoyProcess:
 
 
 async def start_envoy(
-    config: Json, *, concurrency: int = 1, log_level: str = "warning", ready_within: float = 10.0
+    config: Json, *, concurrency: int = 1, log_level: str = "warning", ready_within: float = 30.0
 ) -> EnvoyProcess:
     """Start Envoy with a bootstrap whose admin interface is on loopback, and wait until it is ready.
 
