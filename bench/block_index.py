@@ -15,7 +15,6 @@ from bench.report import Row
 from picker.core.block_index.index import BlockIndex
 from picker.core.kv_events.decode import decode
 from picker.core.kv_events.events import BlockStored, EventBatch
-from picker.sim.events import BlockStored as Published
 
 _BLOCK_US = 1e6 / 300_000
 _PROMPTS = 20
@@ -23,8 +22,8 @@ _PROMPTS = 20
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 
 
-def frames(blocks: int, seed: int) -> list[bytes]:
-    return [frame(store) for store in stores(blocks, seed)]
+def frames(blocks: int, seed: int, run: int = RUN) -> list[bytes]:
+    return [frame(store) for store in stores(blocks, seed, run=run)]
 
 
 def best(measure: Callable[[], float], times: int = 3) -> float:
@@ -58,12 +57,7 @@ def seconds_to_churn(filling: Sequence[bytes], full: Sequence[bytes]) -> float:
 
 def seconds_to_begin(blocks: int, at_once: int) -> float:
     """Measure an engine's first stores, so many blocks in each."""
-    rng = random.Random(4)
-    published = []
-    for _ in range(blocks // at_once):
-        hashes = tuple(rng.getrandbits(64) for _ in range(at_once))
-        tokens = tuple(rng.choices(range(128_000), k=at_once * BLOCK))
-        published.append(frame(Published(hashes, None, tokens, BLOCK, None, (None,) * at_once)))
+    published = frames(blocks, 4, at_once)
     index = BlockIndex()
     took = seconds_to_apply(index, published)
     if sum(source.blocks for source in index.stats()) != blocks:

@@ -30,15 +30,15 @@ _CYCLE = 1_200
 _TICK_SECONDS = 0.002
 
 
-def stores(blocks: int, seed: int, conversations: int = 200) -> Iterator[BlockStored]:
-    """Yield stores of 16 blocks: so many conversations at a time that take turns, each of eight stores on average."""
+def stores(blocks: int, seed: int, conversations: int = 200, run: int = RUN) -> Iterator[BlockStored]:
+    """Yield stores of 16 blocks, or of `run`: so many conversations at a time that take turns, each of eight stores on average."""
     rng = random.Random(seed)
     ends: list[int | None] = [None] * conversations
-    for _ in range(blocks // RUN):
+    for _ in range(blocks // run):
         turn = rng.randrange(conversations)
-        hashes = tuple(rng.getrandbits(64) for _ in range(RUN))
-        tokens = tuple(rng.choices(range(128_000), k=RUN * BLOCK))
-        yield BlockStored(hashes, ends[turn], tokens, BLOCK, None, (None,) * RUN)
+        hashes = tuple(rng.getrandbits(64) for _ in range(run))
+        tokens = tuple(rng.choices(range(128_000), k=run * BLOCK))
+        yield BlockStored(hashes, ends[turn], tokens, BLOCK, None, (None,) * run)
         ends[turn] = hashes[-1] if rng.random() < 7 / 8 else None
 
 

@@ -149,11 +149,7 @@ class BlockTable:
             if held == 1:
                 self._hide(self._key(row), pool)
                 if only or not self._has_copies(row):
-                    self._move(row, _DEAD)
-                    self.live -= 1
-                    self.dead += 1
-        while self.dead > self._tombstones:
-            self._drop_tombstone()
+                    self._bury(row)
         return missing
 
     def leading(self, names: Iterable[int], pool: Pool) -> int:
@@ -196,11 +192,12 @@ class BlockTable:
         """Return the row of a name, or row 0, which has no key and no copies."""
         return self._row_of(read_i64_le(array("Q", (name,)).tobytes(), 0))
 
-    def _row_of(self, name: i64) -> i64:
+    def _bucket(self, name: i64) -> i64:
         bucket = name & (2 * self._low + 1)
-        if bucket >= self._buckets:
-            bucket &= self._low
-        row = get(self._heads, bucket)
+        return bucket if bucket < self._buckets else bucket & self._low
+
+    def _row_of(self, name: i64) -> i64:
+        row = get(self._heads, self._bucket(name))
         names, chain = self._names, self._chain
         while row and get_wide(names, row) != name:
             row = get(chain, row)
@@ -222,9 +219,7 @@ class BlockTable:
             self._unused += 1
             if row >> 1 > self._buckets:  # at once: one event may have many times the rows that there are
                 self._split()
-        bucket = name & (2 * self._low + 1)
-        if bucket >= self._buckets:
-            bucket &= self._low
+        bucket = self._bucket(name)
         put_wide(self._names, row, name)
         put_wide(self._keys, row, key)
         put(self._chain, row, get(self._heads, bucket))
@@ -329,9 +324,7 @@ class BlockTable:
         put(newer, _DEAD, after)
         put(older, after, _DEAD)
         self.dead -= 1
-        bucket = get_wide(self._names, row) & (2 * self._low + 1)
-        if bucket >= self._buckets:
-            bucket &= self._low
+        bucket = self._bucket(get_wide(self._names, row))
         before = get(self._heads, bucket)
         if before == row:
             put(self._heads, bucket, get(chain, row))

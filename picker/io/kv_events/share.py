@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 
+from picker.io.call_soon import call_soon
+
 _LEAST: Final = 0.0005
 _MOST: Final = 0.001
 _REST: Final = 4.0
@@ -20,10 +22,11 @@ _AFTER: Final = 0.002
 class Precedence:
     """A request that goes before events whenever it needs the interpreter. Made by a `LoopShare`."""
 
-    __slots__ = ("_share",)
+    __slots__ = ("_loop", "_share")
 
-    def __init__(self, share: LoopShare) -> None:
+    def __init__(self, share: LoopShare, loop: asyncio.AbstractEventLoop) -> None:
         self._share = share
+        self._loop = loop
 
     def enter(self) -> None:
         """It needs the interpreter from now on. For any thread."""
@@ -33,7 +36,8 @@ class Precedence:
     def away(self) -> Iterator[None]:
         """It does not meanwhile, which is a good time to read events. For any thread."""
         self._share.first.discard(self)
-        self._share.told()
+        if not self._share.first:
+            call_soon(self._loop, self._share.lull)
         try:
             yield
         finally:
@@ -41,7 +45,7 @@ class Precedence:
 
     def end(self) -> None:
         """It is answered soon. For any thread."""
-        self._share.told(self)
+        call_soon(self._loop, self._loop.call_later, _AFTER, self._share.leave, self)
 
 
 class LoopShare:
@@ -70,30 +74,19 @@ class LoopShare:
         self._calm = asyncio.Event()
         self._rest_over = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
 
     def precedence(self) -> Precedence:
         """Give precedence to a request of this loop; it is to be ended, whatever happens."""
-        self._loop = asyncio.get_running_loop()
-        return Precedence(self)
+        return Precedence(self, asyncio.get_running_loop())
 
-    def told(self, over: Precedence | None = None) -> None:
-        """What has precedence works without the interpreter, or is `over`. For any thread."""
-        loop = self._loop
-        with suppress(RuntimeError):  # the loop was closed while a thread worked on
-            if loop is None:
-                return
-            if over is not None:
-                loop.call_soon_threadsafe(loop.call_later, _AFTER, self._end, over)
-            elif not self.first:
-                loop.call_soon_threadsafe(self._lull)
-
-    def _end(self, over: Precedence) -> None:
+    def leave(self, over: Precedence) -> None:
+        """Something has precedence no more."""
         self.first.discard(over)
         if not self.first:
             self._calm.set()
 
-    def _lull(self) -> None:
+    def lull(self) -> None:
+        """What has precedence works without the interpreter, if nothing needs it meanwhile."""
         if self.first:
             return
         self._calm.set()

@@ -61,6 +61,7 @@ class KvCacheRuntime:
         self.redis: RedisOwners | None = None
         self.sources: Sources
         share = LoopShare()
+        # In the other modes nobody reads engines' events on this loop.
         self._precedence = share.precedence if args.index_mode is IndexMode.DIRECT else None
         # Only those who use a mode need its libraries.
         if args.index_mode is IndexMode.DIRECT:

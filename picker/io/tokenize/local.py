@@ -19,6 +19,7 @@ from picker.core.tokens.conversation import Chat, read_chat
 from picker.core.tokens.lru import ByteLru
 from picker.core.tokens.prompt import EngineRequest, Served, UnsupportedRequestError
 from picker.core.tokens.segments import Cutter, SegmentPlan
+from picker.io.call_soon import call_soon
 from picker.io.tokenize.files import LocalSettings, TokenizerFiles, read_files, tokenizer_of
 from picker.io.tokenize.self_check import adversarial_prompts, first_difference
 from picker.io.tokenize.step import Outcome, Precedence, StepError, Tokens
@@ -89,7 +90,7 @@ class LocalTokenizer:
         if add_special_tokens and self._ends_disputed:
             raise UnsupportedRequestError(self._ends_disputed)
         if self._cutter is None or (add_special_tokens and self._ends is None):
-            with away():
+            with _apart(away, text):
                 encoding = _encode(self._tokenizer, text, special=add_special_tokens)
             return array("I", encoding.ids)
         pieces = self._cutter.cut(text)
@@ -105,7 +106,7 @@ class LocalTokenizer:
             found = [self.segments.get(key) for key in keys]
         missing = [index for index, tokens in enumerate(found) if tokens is None]
         texts = [keys[index] for index in missing]
-        with away() if sum(len(text) for _, text in texts) >= _LONG else nullcontext():
+        with _apart(away, *(text for _, text in texts)):
             encoded = [_encode(self._tokenizer if first else self._later, text) for first, text in texts]
         for index, encoding in zip(missing, encoded, strict=True):
             found[index] = array("I", encoding.ids)
@@ -185,7 +186,7 @@ class Local:
         try:
             future = self._submit(request)
             self._busy += 1
-            future.add_done_callback(lambda _: _call_soon(loop, self._done))
+            future.add_done_callback(lambda _: call_soon(loop, self._done))
             async with asyncio.timeout(seconds):
                 return await asyncio.wrap_future(future)
         except TimeoutError:
@@ -218,15 +219,15 @@ class Local:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
+def _apart(away: Away, *texts: str) -> AbstractContextManager[None]:
+    """Be away while these are tokenized, if that is worth telling."""
+    return away() if sum(map(len, texts)) >= _LONG else nullcontext()
+
+
 def _encode(tokenizer: Tokenizer, text: str, *, special: bool = False) -> Encoding:
     """Tokenize. `encode` would not let other threads run meanwhile, which are the requests to be routed."""
     encoding: Encoding = tokenizer.encode_batch_fast([text], add_special_tokens=special)[0]
     return encoding
-
-
-def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(call)
 
 
 def _ends(tokenizer: Tokenizer) -> tuple[array[int], array[int]] | None:
